@@ -1,0 +1,341 @@
+"""A byte-level transformer language model, trained in bfloat16 or in NVFP4 with a chosen backward mode.
+
+    python examples/train_lm.py                                          NVFP4, backward mode "default"
+    python examples/train_lm.py --recipe nvfp4 --backward-mode dequant
+    python examples/train_lm.py --compare                                bfloat16 and the three modes, side by side
+
+The text is Python's own help (`pydoc_data.topics`), so nothing is downloaded. What makes this an NVFP4 training is the
+class of the dense layers and their `recipe`; parameters, optimizer and train step are those of any Flax model.
+"""
+
+import argparse
+import functools
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import byte_models
+import jax_fp4 as fp4
+from jax_fp4 import linen as fp4_linen
+
+MODES = ("default", "unquant", "dequant")
+
+
+# ---- the model ----
+
+
+def rotary(x: jax.Array) -> jax.Array:
+    """Rotary position embedding of x [b, t, h, d]: halves of d turn by an angle that grows with position."""
+    t, half = x.shape[1], x.shape[-1] // 2
+    angle = np.arange(t)[:, None] * 1e4 ** (-np.arange(half) / half)
+    cos, sin = (jnp.asarray(f(angle)[:, None, :], x.dtype) for f in (np.cos, np.sin))
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+# Attention, norms and activation are recomputed in the backward, as their fused kernels do: what a layer keeps is then
+# mostly what its dense products keep.
+RMSNorm = nn.remat(nn.RMSNorm)
+gelu = jax.checkpoint(nn.gelu)
+
+
+@jax.checkpoint
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(rotary(q), rotary(k), v, is_causal=True)
+
+
+class Block(nn.Module):
+    """A pre-norm decoder layer. Its four dense products follow the recipe."""
+
+    heads: int
+    recipe: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        *batch, width = x.shape
+        dense = functools.partial(fp4_linen.Dense, use_bias=False, dtype=x.dtype, recipe=self.recipe)
+        norm = functools.partial(RMSNorm, dtype=x.dtype)
+
+        qkv = dense(3 * width, name="qkv")(norm(name="norm1")(x))
+        q, k, v = jnp.split(qkv.reshape(*batch, 3 * self.heads, width // self.heads), 3, axis=-2)
+        x = x + dense(width, name="out")(attention(q, k, v).reshape(x.shape))
+        h = dense(4 * width, name="up")(norm(name="norm2")(x))
+        return x + dense(width, name="down")(gelu(h))
+
+
+class LanguageModel(nn.Module):
+    """bytes [b, t] -> float32 logits [b, t, 256]. Embedding and head stay in high precision, as FP4 training does."""
+
+    layers: int
+    width: int
+    heads: int
+    recipe: Any = None
+
+    @nn.compact
+    def __call__(self, text: jax.Array) -> jax.Array:
+        x = nn.Embed(256, self.width, dtype=jnp.bfloat16, name="embed")(text)
+        for i in range(self.layers):
+            x = Block(self.heads, self.recipe, name=f"block{i}")(x)
+        x = RMSNorm(dtype=jnp.bfloat16, name="norm")(x)
+        head = fp4_linen.Dense(256, use_bias=False, dtype=jnp.bfloat16, recipe=fp4.HIGH_PRECISION, name="head")
+        return head(x).astype(jnp.float32)
+
+
+def cross_entropy(logits: jax.Array, text: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, text.astype(jnp.int32)).mean()
+
+
+def loss_of(model: LanguageModel, params: Any, text: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """Mean loss in nats a byte of text [b, t + 1]; `key` is for the stochastic rounding of gradients."""
+    logits = model.apply(params, text[:, :-1], rngs=None if key is None else {"sr": key})
+    return cross_entropy(logits, text[:, 1:])
+
+
+# ---- training ----
+
+
+class State(NamedTuple):
+    params: Any  # float32 master weights
+    optimizer: Any
+    step: jax.Array
+
+
+def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
+    warmup = min(args.steps // 10, 100)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, args.learning_rate, warmup, args.steps, 0.05 * args.learning_rate
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1))
+
+
+def make_step(model: LanguageModel, optimizer: optax.GradientTransformation, seed: int):
+    """One compiled step: (state, text [b, t + 1]) -> (state, loss). The old state is donated."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: State, text: jax.Array) -> tuple[State, jax.Array]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        loss, gradients = jax.value_and_grad(lambda params: loss_of(model, params, text, key))(state.params)
+        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, updates), optimizer_state, state.step + 1), loss
+
+    return step
+
+
+def batches(text: np.ndarray, args: argparse.Namespace):
+    """Random crops [batch, context + 1], the same for the same seed."""
+    rng = np.random.default_rng(args.seed)
+    for _ in range(args.steps):
+        starts = rng.integers(0, len(text) - args.context, args.batch)
+        yield text[starts[:, None] + np.arange(args.context + 1)]
+
+
+def held_out_loss(model: LanguageModel, params: Any, text: np.ndarray, args: argparse.Namespace) -> float:
+    """Nats a byte over windows that overlap by half. The second half of each counts: every byte has a long context.
+
+    The last few windows, which do not fill a batch, are left out.
+    """
+    half = args.context // 2
+    starts = np.arange(0, len(text) - args.context, half)
+
+    @jax.jit
+    def loss(params, windows):
+        logits = model.apply(params, windows[:, :-1])[:, half:]
+        return cross_entropy(logits, windows[:, half + 1 :])
+
+    count = max(1, len(starts) // args.batch)
+    crops = starts[: count * args.batch].reshape(count, -1, 1) + np.arange(args.context + 1)
+    return float(np.mean([loss(params, text[crop]) for crop in crops]))
+
+
+def residual_bytes(model: LanguageModel, params: Any, text: np.ndarray) -> int:
+    """Bytes that the forward of one loss keeps for its backward: the leaves of `jax.vjp`'s result.
+
+    Leaves that are the parameters themselves take no memory of their own and are not counted; copies of them (a weight
+    cast to bfloat16, a quantized weight) are.
+    """
+
+    def residuals(params):
+        return jax.tree.leaves(jax.vjp(lambda p: loss_of(model, p, text, jax.random.key(0)), params)[1])
+
+    jaxpr = jax.make_jaxpr(residuals)(params).jaxpr
+    kept = {v for v in jaxpr.outvars if v not in set(jaxpr.invars)}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+
+
+class Result(NamedTuple):
+    name: str
+    losses: np.ndarray  # of each step
+    held_out: float
+    residual_bytes: int
+    ms_per_step: float
+    seconds: float  # compilation and evaluation included
+
+
+def train(name: str, recipe: Any, text: byte_models.Text, args: argparse.Namespace) -> Result:
+    begin = time.perf_counter()
+    model = LanguageModel(args.layers, args.width, args.heads, recipe)
+    optimizer = make_optimizer(args)
+    params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.uint8))
+    state = State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    kept = residual_bytes(model, params, next(batches(text.train, args)))
+
+    step = make_step(model, optimizer, args.seed)
+    losses, start = [], 0.0
+    every = 0.5 if sys.stderr.isatty() else 15.0  # seconds between two lines: a log file wants few
+    with tqdm(batches(text.train, args), name, args.steps, mininterval=every, dynamic_ncols=True) as bar:
+        for i, batch in enumerate(bar):
+            state, loss = step(state, batch)
+            losses.append(loss)
+            if i % 10 == 0:
+                shown = float(loss)  # waits for the step
+                start = start if i else time.perf_counter()  # the first step compiles
+                rate = i * args.batch * args.context / (time.perf_counter() - start)
+                bar.set_postfix_str(f"loss {shown:.3f}, {rate / 1e3:.1f}k tokens/s", refresh=False)
+    losses = np.asarray(jnp.stack(losses))
+    ms = 1e3 * (time.perf_counter() - start) / max(1, args.steps - 1)
+    held_out = held_out_loss(model, state.params, text.held_out, args)
+    return Result(name, losses, held_out, kept, ms, time.perf_counter() - begin)
+
+
+# ---- reporting ----
+
+
+def table(results: list[Result], orders: list[float]) -> str:
+    """The results, one run a line; the first is what the others are compared with."""
+    lines = [f"{'':16}{'held-out loss':>22}{'':10}{'kept for':>10}{'':10}"]
+    lines += [
+        f"{'run':16}{'nats/byte':>11}{'bits/byte':>11}{'change':>10}{'backward':>10}{'ms/step':>10}{'total s':>9}"
+    ]
+    for r in results:
+        change = "" if r is results[0] else f"{100 * (r.held_out / results[0].held_out - 1):+.2f} %"
+        lines.append(
+            f"{r.name:16}{r.held_out:11.4f}{r.held_out / np.log(2):11.4f}{change:>10}"
+            f"{r.residual_bytes / 1e6:7.1f} MB{r.ms_per_step:10.1f}{r.seconds:9.1f}"
+        )
+    for order, loss in enumerate(orders):
+        lines.append(f"{f'order-{order} bytes':16}{loss:11.4f}{loss / np.log(2):11.4f}")
+    return "\n".join(lines)
+
+
+def smooth(losses: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, moving average over `width` steps)."""
+    width = max(1, min(width, len(losses)))
+    return np.arange(width, len(losses) + 1), np.convolve(losses, np.full(width, 1 / width), "valid")
+
+
+def plot(results: list[Result], orders: list[float], path: Path) -> None:
+    """Training loss of each run, over the losses of the byte models."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for order, loss in enumerate(orders):
+        axes.axhline(loss, color="0.6", linewidth=0.9, linestyle=(0, (4, 3)))
+        axes.annotate(f"order-{order} byte model", (1, loss), xycoords=("axes fraction", "data"), xytext=(-4, 3),
+                      textcoords="offset points", ha="right", fontsize=8, color="0.4")  # fmt: skip
+    for result, color in zip(results, ("black", "#d1495b", "#00798c", "#edae49"), strict=False):
+        axes.plot(
+            *smooth(result.losses, 20),
+            color=color,
+            linewidth=1.3,
+            label=f"{result.name}: held out {result.held_out:.3f}",
+        )
+    axes.set(
+        xlabel="step",
+        ylabel="training loss, nats a byte (mean of 20 steps)",
+        title="A byte-level transformer on Python's help texts",
+    )
+    axes.set_ylim(top=min(axes.get_ylim()[1], orders[0] * 1.15))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.97))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+# ---- the command line ----
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    def positive(text: str) -> int:
+        if not text.isdigit() or int(text) == 0:
+            raise argparse.ArgumentTypeError(f"needs a whole number above 0, is {text!r}")
+        return int(text)
+
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level transformer in bfloat16 or NVFP4 on the English text that ships with Python.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--recipe", choices=["bfloat16", "nvfp4"], default="nvfp4", help="numerics of the dense layers")
+    add(
+        "--backward-mode",
+        choices=MODES,
+        help='what the NVFP4 backward multiplies (unset: JAX_FP4_BACKWARD_MODE, else "default")',
+    )
+    add(
+        "--compare",
+        action="store_true",
+        help="train bfloat16 and all NVFP4 modes on the same batches from the same seed",
+    )
+    add("--steps", type=positive, default=300, help="optimizer steps")
+    add("--layers", type=positive, default=3, help="decoder layers")
+    add("--width", type=positive, default=128, help="width of the residual stream")
+    add("--heads", type=positive, default=2, help="attention heads")
+    add("--batch", type=positive, default=16, help="sequences a step")
+    add("--context", type=positive, default=128, help="bytes a sequence")
+    add("--learning-rate", type=float, default=4e-3, help="peak, after the warm-up")
+    add("--seed", type=int, default=0, help="of parameters, batches and stochastic rounding")
+    add("--out", type=Path, default=Path("out"), help="folder for loss.png")
+    args = parser.parse_args(arguments)
+
+    if args.compare and args.backward_mode:
+        parser.error(
+            "--compare trains every backward mode, so --backward-mode has no meaning beside it: leave one of them out"
+        )
+    if args.recipe == "bfloat16" and args.backward_mode:
+        parser.error("--backward-mode belongs to --recipe nvfp4: bfloat16 has one backward only")
+    if args.width % (2 * args.heads):
+        parser.error(
+            f"--width {args.width} needs to be a multiple of 2 x --heads = {2 * args.heads}: a head has an even width"
+        )
+    if args.context % 2:
+        parser.error(f"--context {args.context} needs to be even: evaluation windows overlap by half")
+    if not args.learning_rate > 0:
+        parser.error(f"--learning-rate {args.learning_rate} needs to be above 0")
+    return args
+
+
+def runs(args: argparse.Namespace) -> dict[str, Any]:
+    """Name and recipe of each training."""
+    if args.compare:
+        return {"bfloat16": None} | {f"nvfp4 {mode}": fp4.NVFP4BlockScaling(backward_mode=mode) for mode in MODES}
+    if args.recipe == "bfloat16":
+        return {"bfloat16": None}
+    recipe = fp4.NVFP4BlockScaling(backward_mode=args.backward_mode)
+    return {f"nvfp4 {recipe.backward_mode}": recipe}
+
+
+def main(arguments: list[str] | None = None) -> list[Result]:
+    args = parse(arguments)
+    text = byte_models.load_text()
+    if len(text.held_out) <= args.context:
+        sys.exit(f"--context {args.context} is too long: it needs to be below the {len(text.held_out)} bytes held out")
+    print(f"text: pydoc_data.topics, {len(text.train) + len(text.held_out)} bytes, sha256 {text.sha256}")
+    print(f"      {len(text.train)} bytes to train on, the last {len(text.held_out)} held out")
+    orders = [byte_models.loss(byte_models.fit(text.train, order), text.held_out) for order in range(3)]
+    results = [train(name, recipe, text, args) for name, recipe in runs(args).items()]
+    print(f"\n{table(results, orders)}")
+    plot(results, orders, args.out / "loss.png")
+    print(f"\ntraining curves: {args.out / 'loss.png'}")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""NVFP4 training for JAX: exact quantizers, three backward modes, layers that replace Flax's.
+
+Neither Flax nor CUDA is needed to import this; `from jax_fp4 import linen, nnx` for the layers.
+"""
+
+from jax_fp4._array import QuantizedTensor as QuantizedTensor
+from jax_fp4._dense import dense as dense
+from jax_fp4._dot_general import DotGeneral as DotGeneral
+from jax_fp4._errors import Support as Support
+from jax_fp4._errors import UnsupportedError as UnsupportedError
+from jax_fp4._errors import strict as strict
+from jax_fp4._ops import dequantize as dequantize
+from jax_fp4._ops import matmul as matmul
+from jax_fp4._ops import quantize as quantize
+from jax_fp4._ops import quantize_transpose as quantize_transpose
+from jax_fp4._ops import supported as supported
+from jax_fp4._recipe import HIGH_PRECISION as HIGH_PRECISION
+from jax_fp4._recipe import BackwardMode as BackwardMode
+from jax_fp4._recipe import FourOverSix as FourOverSix
+from jax_fp4._recipe import NVFP4BlockScaling as NVFP4BlockScaling
+from jax_fp4._recipe import autocast as autocast
+from jax_fp4.report import report as report
+
+__version__ = "0.1.0"

@@ -1,0 +1,247 @@
+"""The arguments of the ops: what a user may pass, checked, and in the shape that the kernels take."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
+
+from jax_fp4._array import QuantizedTensor
+from jax_fp4._errors import message
+from jax_fp4._formats import BLOCK, E4M3_MAX, Quantization, stored
+from jax_fp4._recipe import FourOverSix, check_choice
+
+FLOATS = ("float32", "bfloat16", "float16")
+IMPLEMENTATIONS = (None, "cpu", "cuda", "reference")
+
+Implementation = Literal["cpu", "cuda", "reference"] | None
+
+
+def quantization(op, x, format, axis, block, row_scaled, hadamard, key, four_over_six, dtype) -> Quantization:
+    """Every flag of a quantize call, checked one by one and in pairs."""
+    check_choice(op, "format", format, ("nvfp4",), "this version quantizes to no other")
+    check_choice(op, "axis", axis, (-1, 0), "blocks run along the last axis, or along the rows before it")
+    check_choice(op, "block", block, ((1, 16), (16, 16)), "NVFP4 scales 16 elements, or a 16 x 16 tile of a weight")
+    for name, flag in (("row_scaled", row_scaled), ("hadamard", hadamard)):
+        check_choice(op, name, flag, (False, True), "it is a switch")
+    if four_over_six is not None and not isinstance(four_over_six, FourOverSix):
+        raise TypeError(
+            message(
+                op,
+                "four_over_six",
+                repr(four_over_six),
+                "a FourOverSix or None",
+                "it carries a bound and an error",
+                "FourOverSix()",
+            )
+        )
+    compute = compute_dtype(op, x, dtype)
+    tiled, stochastic, chosen = block == (16, 16), key is not None, four_over_six is not None
+    flags = {
+        "row_scaled=True": row_scaled,
+        "hadamard=True": hadamard,
+        "block=(16, 16)": tiled,
+        "a key (stochastic rounding)": stochastic,
+        "four_over_six": chosen,
+    }
+    for first, second, why in _EXCLUDED:
+        if flags[first] and flags[second]:
+            raise ValueError(
+                message(op, first, f"together with {second}", "one of the two", why, f"a call without {second}")
+            )
+    return Quantization(
+        axis=axis,
+        tile=16 if tiled else 1,
+        row_scaled=row_scaled,
+        hadamard=hadamard,
+        four_over_six=four_over_six.error if four_over_six else "",
+        bound=four_over_six.bound if four_over_six else E4M3_MAX,
+        compute_dtype=compute,
+    )
+
+
+_EXCLUDED = (
+    ("row_scaled=True", "hadamard=True", "the transform mixes the rows that would be scaled"),
+    ("row_scaled=True", "block=(16, 16)", "a tile shares its scale over 16 rows"),
+    (
+        "row_scaled=True",
+        "a key (stochastic rounding)",
+        "row scaling is for activations, stochastic rounding for gradients",
+    ),
+    ("hadamard=True", "block=(16, 16)", "tiles are for weights, the transform for the weight gradient's operands"),
+    ("four_over_six", "hadamard=True", "the choice compares errors of untransformed values"),
+    ("four_over_six", "a key (stochastic rounding)", "the choice compares errors of nearest rounding"),
+)
+
+
+def compute_dtype(op: str, x, dtype) -> str:
+    name = getattr(getattr(x, "dtype", None), "name", None)
+    if name is None:
+        raise TypeError(
+            message(op, "x", f"a {type(x).__name__}", "an array", "its dtype decides the rounding", "jnp.asarray(x)")
+        )
+    if name not in FLOATS:
+        raise TypeError(
+            message(
+                op, "x", f"an array of {name}", f"one of {FLOATS}", "the kernels read these", "x.astype(jnp.float32)"
+            )
+        )
+    compute = np.dtype(dtype).name if dtype is not None else name
+    if compute not in FLOATS:
+        raise TypeError(message(op, "dtype", compute, f"one of {FLOATS}", "x is rounded to it", "jnp.bfloat16"))
+    return compute
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """x as the kernels take it, [*batch, m, k], and the leading shape it came with."""
+
+    x: Array | np.ndarray
+    leading: tuple[int, ...]
+    batch_dims: int
+
+    @classmethod
+    def of(cls, op: str, x, batch_dims: int, implementation: Implementation) -> "Tensor":
+        if x.ndim == 0:
+            raise ValueError(message(op, "x", "a scalar", "at least one axis", "blocks run along an axis", "x[None]"))
+        if not isinstance(batch_dims, int) or not 0 <= batch_dims < x.ndim:
+            raise ValueError(
+                message(
+                    op, "batch_dims", repr(batch_dims), f"0 to {x.ndim - 1}", f"x has shape {x.shape}", "batch_dims=0"
+                )
+            )
+        *leading, k = x.shape
+        batch = leading[:batch_dims]
+        # NumPy in, NumPy out is the reference alone: every other implementation takes jax arrays.
+        x = x if implementation == "reference" else jnp.asarray(x)
+        return cls(x.reshape(*batch, math.prod(leading[batch_dims:]), k), tuple(leading), batch_dims)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return self.x.shape[:-2]
+
+    def rows(self, axis: int) -> tuple[int, ...]:
+        """The shape of the stored rows as the user sees them."""
+        return self.leading if axis == -1 else (*self.batch, self.x.shape[-1])
+
+    def pack(self, arrays, q: Quantization, axis: Literal[-1, 0]) -> QuantizedTensor:
+        codes, block_scale, amax = arrays
+        rows = self.rows(axis)
+        return QuantizedTensor(
+            codes=codes.reshape(*rows, codes.shape[-1]),
+            block_scale=block_scale.reshape(*rows, block_scale.shape[-1]),
+            amax=amax.reshape(rows) if q.row_scaled else amax,
+            axis=axis,
+            extent=stored(self.x.shape, axis)[1],
+            dtype=jnp.dtype(q.compute_dtype),
+            bound=q.bound_along(axis),
+            block=(q.tile, BLOCK),
+            hadamard=q.hadamard and axis == 0,
+        )
+
+
+def given_amax(op: str, name: str, amax, tensor: Tensor, q: Quantization, axis: int):
+    """The given amax as the kernels take it; its values are checked where they are known."""
+    if amax is None:
+        return None
+    need = tensor.rows(axis) if q.row_scaled else tensor.batch
+    shape, dtype = np.shape(amax), getattr(amax, "dtype", np.dtype(np.float32))
+    if shape != need or dtype.name != "float32":
+        raise ValueError(
+            message(
+                op,
+                name,
+                f"{dtype.name} {shape}",
+                f"float32 {need}",
+                "it is the tensor's absolute maximum (or its rows')",
+                "amax=None",
+            )
+        )
+    if not isinstance(amax, jax.core.Tracer) and np.any(np.asarray(amax) < 0):
+        raise ValueError(message(op, name, "negative", "values >= 0", "it is an absolute maximum", "jnp.abs(amax)"))
+    rows = stored(tensor.x.shape, axis)[0]
+    numpy = np if isinstance(tensor.x, np.ndarray) else jnp
+    return (
+        numpy.asarray(amax, np.float32).reshape(*tensor.batch, rows)
+        if q.row_scaled
+        else numpy.asarray(amax, np.float32)
+    )
+
+
+def seed_words(op: str, key, tensor: Tensor) -> UInt32[Array, "*b 4"] | None:
+    """The key's two words and the origin of x in the global tensor, for each batch entry the same."""
+    if key is None:
+        return None
+    words = jnp.concatenate([key_words(op, key), jnp.zeros(2, jnp.uint32)])
+    seed = jnp.broadcast_to(words, (*tensor.batch, 4))
+    return np.asarray(seed) if isinstance(tensor.x, np.ndarray) else seed
+
+
+def key_words(op: str, key) -> UInt32[Array, "2"]:
+    """The two words of a threefry key; keys of other implementations are reduced to two words."""
+    if isinstance(key, (jax.Array, np.ndarray)) and key.dtype == np.uint32 and key.shape == (2,):
+        return jnp.asarray(key)
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ():
+        data = jax.random.key_data(key)
+        return data if data.shape == (2,) else jax.random.bits(key, (2,), "uint32")
+    shown = f"{key.dtype} {key.shape}" if hasattr(key, "shape") else f"a {type(key).__name__}"
+    raise TypeError(
+        message(
+            op,
+            "key",
+            shown,
+            "one JAX key, typed or uint32[2]",
+            "stochastic rounding draws from it",
+            "jax.random.key(0)",
+        )
+    )
+
+
+def check_quantized(op: str, name: str, q) -> None:
+    if not isinstance(q, QuantizedTensor):
+        raise TypeError(
+            message(op, name, f"a {type(q).__name__}", "a QuantizedTensor", "it is decoded", "jax_fp4.quantize(x)")
+        )
+
+
+def check_operand(op: str, name: str, operand, axis: int) -> None:
+    if isinstance(operand, QuantizedTensor):
+        if operand.axis != axis:
+            raise ValueError(
+                message(
+                    op,
+                    name,
+                    f"blocked along axis {operand.axis}",
+                    f"axis={axis}",
+                    "both operands are blocked along the contracted dimension",
+                    f"{name}.mT, or quantize(..., axis={axis})",
+                )
+            )
+    elif getattr(getattr(operand, "dtype", None), "name", None) not in FLOATS:
+        shown = getattr(operand, "dtype", type(operand).__name__)
+        raise TypeError(
+            message(
+                op,
+                name,
+                shown,
+                f"a QuantizedTensor or an array of {FLOATS}",
+                "it is multiplied",
+                "x.astype(jnp.float32)",
+            )
+        )
+    if operand.ndim < 2:
+        raise ValueError(
+            message(op, name, f"of shape {operand.shape}", "at least two axes", "it is a matrix product", "x[None, :]")
+        )
+
+
+def check_float(op: str, name: str, value) -> None:
+    dtype = None if isinstance(value, QuantizedTensor) else getattr(value, "dtype", None)
+    if getattr(dtype, "name", None) not in FLOATS:
+        shown = f"an array of {dtype}" if dtype is not None else f"a {type(value).__name__}"
+        raise TypeError(
+            message(op, name, shown, f"an array of {FLOATS}", "the kernels read these", f"{name}.astype(jnp.float32)")
+        )

@@ -1,0 +1,88 @@
+"""QuantizedTensor: packed codes with their scales, as one value."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jax_fp4._errors import message
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedTensor:
+    """An NVFP4 tensor, blocked along one axis, which is stored last.
+
+    codes        uint8 [..., r, b/2]   two E2M1 codes a byte, even index in the low nibble
+    block_scale  e4m3  [..., r, b/16]  one scale for 16 codes
+    amax         f32   [] for the tensor, its batch shape where entries are tensors of their own, [..., r] row-scaled
+
+    `axis` -1: blocks along the last axis of x [..., k] (codes [..., k/2]). `axis` 0: "column-wise", blocks along m of
+    x [*batch, m, k] (codes [*batch, k, m/2]). `extent` is the blocked length without padding, `dtype` the type the
+    values came from, `bound` the E4M3 bound B of the tensor scale, `block` (1, 16) or (16, 16) for weight tiles,
+    `hadamard` whether the values were transformed along the blocks. A pytree whose arrays are the leaves; unflattening
+    never validates, so transformations may put anything in their place. It never turns into a dense array by itself:
+    call `dequantize`.
+    """
+
+    codes: Any
+    block_scale: Any
+    amax: Any
+    format: str = dataclasses.field(metadata={"static": True}, default="nvfp4")
+    axis: Literal[-1, 0] = dataclasses.field(metadata={"static": True}, default=-1)
+    extent: int = dataclasses.field(metadata={"static": True}, default=0)
+    dtype: np.dtype = dataclasses.field(metadata={"static": True}, default=np.dtype(np.float32))
+    bound: int = dataclasses.field(metadata={"static": True}, default=448)
+    block: tuple[int, int] = dataclasses.field(metadata={"static": True}, default=(1, 16))
+    hadamard: bool = dataclasses.field(metadata={"static": True}, default=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape; under axis=0 the leading dimensions that were flattened stay flat."""
+        *rest, last = self.codes.shape[:-1] if self.codes.ndim > 1 else (1,)
+        if self.axis == 0:
+            return (*rest, self.extent, last)
+        return (*self.codes.shape[:-1], self.extent)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in (self.codes, self.block_scale, self.amax))
+
+    @property
+    def row_scaled(self) -> bool:
+        return self.codes.ndim > 1 and self.amax.ndim == self.codes.ndim - 1
+
+    @property
+    def mT(self) -> "QuantizedTensor":
+        """The matrix transpose. Free: what was blocked along the last axis is blocked along the one before it."""
+        if self.codes.ndim < 2:
+            raise ValueError(
+                message("QuantizedTensor.mT", "shape", self.shape, "two axes", "it swaps the last two", "x[None, :]")
+            )
+        return dataclasses.replace(self, axis=0 if self.axis == -1 else -1)
+
+    def __repr__(self) -> str:
+        kind = "row-scaled " if self.row_scaled else ""
+        return f"QuantizedTensor({kind}{self.format}, shape={self.shape}, axis={self.axis}, dtype={self.dtype.name})"
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError(
+            message(
+                "numpy.asarray",
+                "argument",
+                repr(self),
+                "a dense array",
+                "a quantized tensor never turns into one silently",
+                "jax_fp4.dequantize(q)",
+            )
+        )

@@ -1,0 +1,133 @@
+"""The native handlers: loads the extension, registers its targets, one typed wrapper for each.
+
+The only file that spells a target. The wrappers take what the functions of `reference` of the same name take.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.interpreters import batching, mlir
+from jaxtyping import Array, Float, UInt32
+
+from jax_fp4 import _cpu
+from jax_fp4._errors import UnsupportedError
+from jax_fp4._formats import Quantization, codes_shape, scale_shape, stored
+
+for _name, _handler in _cpu.registrations().items():
+    jax.ffi.register_ffi_target(_name, _handler, platform="cpu")
+
+_COMPUTE = {"float32": 0, "bfloat16": 1, "float16": 2}
+_FOUR_OVER_SIX = {"": 0, "MAE": 1, "MSE": 2}
+
+
+def quantize(
+    x: Float[Array, "*b m k"], amax: Float[Array, "..."] | None, seed: UInt32[Array, "*b 4"] | None, q: Quantization
+):
+    """-> codes, block_scale, amax of x along q.axis."""
+    return _call(
+        "jax_fp4_quantize",
+        _results(x, q, q.axis),
+        (x, _operand(amax, x, jnp.float32), _operand(seed, x, jnp.uint32)),
+        axis=np.int32(q.axis),
+        **_attributes(q, amax),
+    )
+
+
+def quantize_transpose(x: Float[Array, "*b m k"], amax, amax_t, seed: UInt32[Array, "*b 4"] | None, q: Quantization):
+    """-> codes, block_scale, amax row-wise, then the same column-wise, in one pass over x."""
+    return _call(
+        "jax_fp4_quantize_transpose",
+        (*_results(x, q, -1), *_results(x, q, 0)),
+        (x, _operand(amax, x, jnp.float32), _operand(amax_t, x, jnp.float32), _operand(seed, x, jnp.uint32)),
+        **_attributes(q, amax),
+    )
+
+
+def dequantize(codes, block_scale, amax, bound: int, extent: int, dtype):
+    """-> values [*b, r, extent] in the stored orientation; amax None: code times block scale, exact in bfloat16."""
+    batch = codes.shape[:-2]
+    out = jax.ShapeDtypeStruct((*codes.shape[:-1], extent), dtype)
+    return _call(
+        "jax_fp4_dequantize",
+        out,
+        (codes, block_scale, jnp.zeros((*batch, 0), jnp.float32) if amax is None else amax),
+        bound=np.int32(bound),
+        row_scaled=np.bool_(amax is not None and amax.ndim == codes.ndim - 1),
+        product_form=np.bool_(amax is None),
+    )
+
+
+def _call(target: str, results, operands, **attributes):
+    # broadcast_all: under vmap every operand gains the same leading dimension, which the handlers count as batch.
+    return jax.ffi.ffi_call(target, results, vmap_method="broadcast_all")(*operands, **attributes)
+
+
+def _operand(value, x, dtype):
+    """What an absent operand looks like at the border: no elements, with x's batch dimensions."""
+    return jnp.zeros((*x.shape[:-2], 0), dtype) if value is None else value
+
+
+def _results(x, q: Quantization, axis: int):
+    batch = x.shape[:-2]
+    rows, extent = stored(x.shape, axis)
+    return (
+        jax.ShapeDtypeStruct(codes_shape(batch, rows, extent), jnp.uint8),
+        jax.ShapeDtypeStruct(scale_shape(batch, rows, extent), jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct((*batch, rows) if q.row_scaled else batch, jnp.float32),
+    )
+
+
+def _attributes(q: Quantization, amax) -> dict[str, np.generic]:
+    return {
+        "tile": np.int32(q.tile),
+        "row_scaled": np.bool_(q.row_scaled),
+        "hadamard": np.bool_(q.hadamard),
+        "four_over_six": np.int32(_FOUR_OVER_SIX[q.four_over_six]),
+        "bound": np.int32(q.bound),
+        "compute": np.int32(_COMPUTE[q.compute_dtype]),
+        "m_total": np.int64(q.m_total),
+        "k_total": np.int64(q.k_total),
+        "given_amax": np.bool_(amax is not None),
+    }
+
+
+# A primitive that no platform can run: it may be traced, and raises when it is lowered. So a program traced once is
+# refused only where it is lowered for a platform that lacks what was asked for.
+_refuse_p = core.Primitive("jax_fp4_refuse")
+_refuse_p.multiple_results = True
+
+
+@_refuse_p.def_abstract_eval
+def _(*_, results, text):
+    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in results]
+
+
+def _refuse_lowering(context, *_, results, text):
+    platforms = context.platforms or context.module_context.platforms
+    raise UnsupportedError(text.format(platform=", ".join(platforms)))
+
+
+def _refuse_batching(arguments, dimensions, *, results, text):
+    size = next(a.shape[d] for a, d in zip(arguments, dimensions, strict=True) if d is not None)
+    batched = tuple(((size, *shape), dtype) for shape, dtype in results)
+    return _refuse_p.bind(*arguments, results=batched, text=text), [0] * len(results)
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)
+batching.primitive_batchers[_refuse_p] = _refuse_batching
+
+
+def refuse(function, text: str):
+    """A stand-in for `function` with its result shapes, which raises UnsupportedError(text) when it is lowered."""
+
+    def refused(*arguments):
+        shapes = jax.eval_shape(function, *arguments)
+        leaves, tree = jax.tree.flatten(shapes)
+        results = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        return jax.tree.unflatten(tree, _refuse_p.bind(*jax.tree.leaves(arguments), results=results, text=text))
+
+    return refused
+
+
+isa = _cpu.isa

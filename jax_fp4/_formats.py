@@ -1,0 +1,77 @@
+"""NVFP4 in numbers: block shapes, maxima, packing and padded shapes. Integers and names only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+BLOCK = 16  # elements that share one E4M3 scale
+PACK = 2  # codes a byte, even index in the low nibble
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what the 3-bit magnitudes mean
+E2M1_MAX = 6
+E4M3_MAX = 448
+FOUR_OVER_SIX_BOUNDS = (256, 448)
+
+NAN_SCALE = 0x7F  # E4M3 NaN: the scale of a block that holds a non-finite element
+NAN_AMAX_BITS = 0x7FC00000  # the one NaN an amax may be
+INF_BITS = 0x7F800000
+
+# H16 is preceded by these signs, so that no fixed direction of the data is favoured.
+HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4  # the tile in which Blackwell tensor cores read scales
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The static facts of one quantize call, as the reference and the kernels take them.
+
+    `axis` is the blocked axis of x [m, k]; `tile` the rows that share a scale (1, or 16 for weight tiles);
+    `bound` the E4M3 bound B of the tensor scale; `compute_dtype` what x is rounded to before anything else;
+    `m_total`, `k_total` the extents of the global tensor when x is a shard of it (-1: x is the whole).
+    """
+
+    axis: Literal[-1, 0] = -1
+    tile: Literal[1, 16] = 1
+    row_scaled: bool = False
+    hadamard: bool = False
+    four_over_six: Literal["", "MAE", "MSE"] = ""
+    bound: int = E4M3_MAX
+    compute_dtype: str = "float32"
+    m_total: int = -1
+    k_total: int = -1
+
+    @property
+    def column_bound(self) -> int:
+        """B of the column-wise form: row scaling makes that copy without four-over-six."""
+        return E4M3_MAX if self.row_scaled else self.bound
+
+    @property
+    def column_four_over_six(self) -> Literal["", "MAE", "MSE"]:
+        return "" if self.row_scaled else self.four_over_six
+
+    def bound_along(self, axis: int) -> int:
+        return self.column_bound if axis == 0 else self.bound
+
+
+def padded(extent: int, multiple: int = BLOCK) -> int:
+    """`extent` rounded up to whole blocks."""
+    return -(-extent // multiple) * multiple
+
+
+def stored(shape: tuple[int, ...], axis: int) -> tuple[int, int]:
+    """Rows and blocked extent of the stored form of x [..., m, k]: blocks lie last."""
+    m, k = shape[-2:]
+    return (m, k) if axis == -1 else (k, m)
+
+
+def codes_shape(batch: tuple[int, ...], rows: int, extent: int) -> tuple[int, ...]:
+    return (*batch, rows, padded(extent) // PACK)
+
+
+def scale_shape(batch: tuple[int, ...], rows: int, extent: int) -> tuple[int, ...]:
+    return (*batch, rows, padded(extent) // BLOCK)
+
+
+def swizzled_size(rows: int, columns: int) -> int:
+    """Bytes of the swizzled form of a compact scale array [rows, columns]."""
+    return padded(rows, SWIZZLE_ROWS) * padded(columns, SWIZZLE_COLUMNS)

@@ -1,0 +1,359 @@
+"""quantize, quantize_transpose, dequantize, matmul: check the arguments, choose an implementation, call it."""
+
+import functools
+import math
+from functools import partial
+from typing import Literal, assert_never
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jax_fp4 import _ffi, _record, reference
+from jax_fp4._arguments import (
+    FLOATS,
+    IMPLEMENTATIONS,
+    Implementation,
+    Tensor,
+    check_operand,
+    check_quantized,
+    given_amax,
+    quantization,
+    seed_words,
+)
+from jax_fp4._array import QuantizedTensor
+from jax_fp4._errors import Support, UnsupportedError, is_strict, message
+from jax_fp4._formats import BLOCK, E2M1_MAX, PACK, padded, stored
+from jax_fp4._recipe import FourOverSix, check_choice
+
+OPS = ("quantize", "quantize_transpose", "dequantize", "matmul", "dense")
+
+
+def quantize(
+    x,
+    format: str = "nvfp4",
+    *,
+    axis: Literal[-1, 0] = -1,
+    block: tuple[int, int] = (1, 16),
+    row_scaled: bool = False,
+    hadamard: bool = False,
+    key=None,
+    four_over_six: FourOverSix | None = None,
+    amax=None,
+    batch_dims: int = 0,
+    dtype=None,
+    implementation: Implementation = None,
+) -> QuantizedTensor:
+    """Quantize x [..., k] to NVFP4 along one axis.
+
+    axis: -1, blocks along k; 0, "column-wise": blocks along m of x [*batch, m, k], equal to quantizing the transpose.
+    block: (1, 16), or (16, 16) for weights: one scale for a tile.
+    row_scaled: an amax for each stored row. hadamard (axis=0 only): transform groups of 16 rows first.
+    key: a JAX key; rounds stochastically. None rounds to nearest, ties to even.
+    four_over_six: a FourOverSix, each block then maps its maximum to 4 or 6. Under row_scaled the column-wise form is
+        made without it.
+    amax: given absolute maximum, float32 [] (or the batch shape; one for each stored row under row_scaled). Values
+        beyond it saturate. None computes it.
+    batch_dims: so many leading dimensions index tensors of their own. The other leading dimensions count as rows.
+    dtype: round x to this type first (a float32 master weight under bfloat16 compute); default x.dtype.
+    implementation: None chooses when the program is lowered (the CPU handler, the reference elsewhere). A named one
+        runs or raises. "reference" on a NumPy array runs the specification in NumPy.
+
+    A zero block is exactly zero; a block that holds a non-finite element decodes to NaN and leaves others alone. A
+    blocked extent that is no multiple of 16 is rounded up with zeros. Not differentiable. Raises TypeError, ValueError
+    or UnsupportedError for what is not described here.
+    """
+    op = "quantize"
+    q = quantization(op, x, format, axis, block, row_scaled, hadamard, key, four_over_six, dtype)
+    if hadamard and axis == -1:
+        raise ValueError(
+            message(
+                op,
+                "hadamard",
+                "True with axis=-1",
+                "axis=0",
+                "the transform mixes 16 rows, and only the operands of the weight gradient are blocked along rows",
+                "axis=0, or quantize_transpose",
+            )
+        )
+    tensor = Tensor.of(op, x, batch_dims, implementation)
+    given = given_amax(op, "amax", amax, tensor, q, axis)
+    run = _implementation(op, implementation, is_strict(), q=q)
+    _note(op, tensor, (axis,), implementation)
+    result = run(tensor.x, given, seed_words(op, key, tensor))
+    return tensor.pack(result, q, axis)
+
+
+def quantize_transpose(
+    x,
+    format: str = "nvfp4",
+    *,
+    block: tuple[int, int] = (1, 16),
+    row_scaled: bool = False,
+    hadamard: bool = False,
+    key=None,
+    four_over_six: FourOverSix | None = None,
+    amax=None,
+    batch_dims: int = 0,
+    dtype=None,
+    implementation: Implementation = None,
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Quantize x [..., k] along both axes in one pass: (row-wise, column-wise), as `quantize` with axis -1 and 0.
+
+    hadamard applies to the second only. amax: one for both, or a pair (row-wise, column-wise), which hadamard and
+    row_scaled need because their two maxima differ. The rest as in `quantize`.
+    """
+    op = "quantize_transpose"
+    q = quantization(op, x, format, -1, block, row_scaled, hadamard, key, four_over_six, dtype)
+    tensor = Tensor.of(op, x, batch_dims, implementation)
+    if amax is not None and not isinstance(amax, tuple):
+        if hadamard or row_scaled:
+            raise ValueError(
+                message(
+                    op,
+                    "amax",
+                    "one array",
+                    "a pair (row-wise, column-wise)",
+                    "the two forms have different maxima under hadamard and row_scaled",
+                    "amax=(row_amax, column_amax)",
+                )
+            )
+        amax = (amax, amax)
+    row, column = amax or (None, None)
+    given = given_amax(op, "amax[0]", row, tensor, q, -1), given_amax(op, "amax[1]", column, tensor, q, 0)
+    run = _implementation(op, implementation, is_strict(), q=q)
+    _note(op, tensor, (-1, 0), implementation)
+    result = run(tensor.x, *given, seed_words(op, key, tensor))
+    return tensor.pack(result[:3], q, -1), tensor.pack(result[3:], q, 0)
+
+
+def dequantize(q: QuantizedTensor, dtype=None, *, implementation: Implementation = None):
+    """The values of q, an array of q.shape: code x block scale x tensor scale, one rounding to `dtype` (q.dtype).
+
+    Raises ValueError for a tensor that was Hadamard-transformed: its values are not those of the tensor it came from.
+    Not differentiable.
+    """
+    op = "dequantize"
+    check_quantized(op, "q", q)
+    dtype = np.dtype(dtype or q.dtype)
+    if dtype.name not in FLOATS:
+        raise TypeError(message(op, "dtype", dtype.name, f"one of {FLOATS}", "these hold the values", "jnp.float32"))
+    if q.hadamard:
+        raise ValueError(
+            message(
+                op,
+                "q.hadamard",
+                True,
+                "an untransformed tensor",
+                "the transform cancels only in a product of two transformed operands",
+                "matmul of both, or quantize without hadamard",
+            )
+        )
+    return _logical(q, decode(q, dtype, q.extent, implementation))
+
+
+def decode(q: QuantizedTensor, dtype, extent: int, implementation: Implementation = None, product_form: bool = False):
+    """Values of q in its stored orientation, [..., r, extent]. Product form leaves the tensor scale out."""
+    codes, block_scale, amax = _stored_matrices(q)
+    run = _implementation(
+        "dequantize", implementation, is_strict(), bound=q.bound, extent=extent, dtype=np.dtype(dtype)
+    )
+    values = run(codes, block_scale, None if product_form else amax)
+    return values.reshape(*q.codes.shape[:-1], extent)
+
+
+def matmul(lhs, rhs, *, preferred_element_type=None):
+    """lhs [..., m, k] @ rhs [k, n] (or batched alike, [..., k, n]), accumulated in float32.
+
+    Each operand is a QuantizedTensor blocked along k (lhs axis=-1, rhs axis=0) or an array. Of two quantized operands
+    the exact products of codes and block scales are summed and the tensor scales multiply afterwards; a quantized
+    operand beside an array is dequantized to the array's dtype. The result has `preferred_element_type`, by default
+    the promoted dtype of the operands. dx = matmul(dy, w.mT), dw = matmul(x.mT, dy).
+
+    Raises ValueError where the contracted extents differ, an operand is blocked along another axis, formats differ,
+    or one operand alone is Hadamard-transformed. Not differentiable in quantized operands.
+    """
+    op = "matmul"
+    for name, operand, axis in (("lhs", lhs, -1), ("rhs", rhs, 0)):
+        check_operand(op, name, operand, axis)
+    if lhs.shape[-1] != rhs.shape[-2]:
+        raise ValueError(
+            message(
+                op,
+                "rhs",
+                f"an array of {rhs.shape[-2]} rows",
+                f"{lhs.shape[-1]} rows",
+                f"lhs {lhs.shape} is contracted along its last axis",
+                "rhs.mT, or the other of the two forms of quantize_transpose",
+            )
+        )
+    if rhs.ndim > 2 and rhs.shape[:-2] != lhs.shape[:-2]:
+        raise ValueError(
+            message(
+                op,
+                "rhs",
+                f"of shape {rhs.shape}",
+                f"two axes or the leading axes {lhs.shape[:-2]}",
+                "batches pair up",
+                "jax.vmap",
+            )
+        )
+    out = np.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
+    return product(lhs, rhs, out)
+
+
+def product(lhs, rhs, dtype, bias=None):
+    """`matmul` without its checks, with a bias [n] added in float32 before the cast to `dtype`."""
+    both = isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor)
+    if both and lhs.hadamard != rhs.hadamard:
+        raise ValueError(
+            message(
+                "matmul",
+                "hadamard",
+                f"{lhs.hadamard} of lhs and {rhs.hadamard} of rhs",
+                "both or neither",
+                "the transform cancels only between two transformed operands",
+                "quantize both with the same hadamard=",
+            )
+        )
+    batch = rhs.ndim - 2
+    if both:
+        # val x scale has at most 6 significant bits: exact in bfloat16, and a product of two is exact in float32. The
+        # padding is multiplied too: it is zero, or after a transform belongs to the data.
+        length = PACK * lhs.codes.shape[-1]
+        a = decode(lhs, jnp.bfloat16, length, product_form=True)
+        b = decode(rhs, jnp.bfloat16, length, product_form=True)
+        acc = _dot(a, b, batch, rhs_contracts=-1)
+        # One after the other: the product of both scales is denormal for small operands.
+        acc = acc * tensor_scale(lhs)[..., None]
+        acc = acc * tensor_scale(rhs)[..., None, :]
+    else:
+        compute = lhs.dtype if isinstance(rhs, QuantizedTensor) else rhs.dtype
+        a = dequantize(lhs, compute) if isinstance(lhs, QuantizedTensor) else lhs
+        # In its stored orientation, so that no transpose of a weight is written.
+        b = decode(rhs, compute, rhs.extent) if isinstance(rhs, QuantizedTensor) else rhs
+        acc = _dot(a, b, batch, rhs_contracts=-1 if isinstance(rhs, QuantizedTensor) else -2)
+    # Pinned: a fused multiply-add would round once, under jit and not eagerly.
+    return (acc if bias is None else reference.pinned(acc) + bias.astype(jnp.float32)).astype(dtype)
+
+
+def tensor_scale(q: QuantizedTensor) -> Float[Array, "..."]:
+    """The float32 tensor scale of q for each stored row, [..., 1] where it is shared: A / (6 B)."""
+    amax = jnp.where(jnp.isfinite(q.amax), q.amax, jnp.float32(E2M1_MAX * q.bound))
+    scale = amax * np.float32(np.float32(1) / np.float32(E2M1_MAX * q.bound))
+    return scale if q.row_scaled else scale.reshape(scale.shape + (1,) * (q.codes.ndim - 1 - scale.ndim))
+
+
+def supported(op: str, platform: str) -> Support:
+    """Whether `op` has a native implementation on `platform` ("cpu", "cuda", ...); False says what runs instead."""
+    check_choice("supported", "op", op, OPS, "these are the operations")
+    if platform == "cpu":
+        return Support(True, f"native handlers, {_ffi.isa()}" + (" with XLA's dot" if op in OPS[3:] else ""))
+    return Support(
+        False, f"no kernel for {platform} in this version: the traceable reference runs, strict() refuses it"
+    )
+
+
+# --- choosing and calling ---
+
+
+@functools.cache
+def _implementation(op: str, implementation: Implementation, strict: bool, **static):
+    """The function that runs: chosen when the program is lowered, or the named one.
+
+    Cached, so that eager calls find their compiled program and the reference is traced once for each shape. inline:
+    in a traced program there is no call around it, only the custom call.
+    """
+    check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
+    native, fallback = (partial(function, **static) for function in _FUNCTIONS[op])
+    match implementation:
+        case "reference":
+            compiled = jax.jit(_undifferentiable(op, fallback), inline=True)
+            return lambda x, *rest: (fallback if isinstance(x, np.ndarray) else compiled)(x, *rest)
+        case "cuda":
+            raise UnsupportedError(
+                message(op, "implementation", "'cuda'", "a CUDA build", "this version has CPU handlers only", "None")
+            )
+        case "cpu":
+            why = "the handler named by implementation='cpu' runs on CPU only"
+            otherwise = _ffi.refuse(native, message(op, "platform", "{platform}", "cpu", why, "implementation=None"))
+        case None if strict:
+            why, fix = "no kernel exists for it and strict() forbids the reference", "implementation='reference'"
+            otherwise = _ffi.refuse(native, message(op, "platform", "{platform}", "cpu", why, fix))
+        case None:
+            otherwise = fallback
+        case _:
+            assert_never(implementation)
+    choose = partial(jax.lax.platform_dependent, cpu=native, default=otherwise)
+    return jax.jit(_undifferentiable(op, choose), inline=True)
+
+
+# One name for an op everywhere: the handler's wrapper and the specification.
+_FUNCTIONS = {
+    "quantize": (_ffi.quantize, reference.quantize),
+    "quantize_transpose": (_ffi.quantize_transpose, reference.quantize_transpose),
+    "dequantize": (_ffi.dequantize, reference.dequantize),
+}
+
+
+def _undifferentiable(op: str, function):
+    """`function`, raising where it would be differentiated: through packed bytes every gradient is zero."""
+    guarded = jax.custom_jvp(function)
+
+    @guarded.defjvp
+    def _(*_):
+        raise UnsupportedError(
+            message(
+                op,
+                "x",
+                "differentiated",
+                "a constant",
+                "packed codes carry no gradient, and zeros would go unnoticed",
+                "jax_fp4.dense, or jax.lax.stop_gradient(x)",
+            )
+        )
+
+    return guarded
+
+
+def _note(op: str, tensor: Tensor, axes: tuple[int, ...], implementation: Implementation) -> None:
+    """Record the call; under strict() refuse what it pads."""
+    padding = 0
+    for axis in axes:
+        rows, extent = stored(tensor.x.shape, axis)
+        padding += math.prod(tensor.batch) * rows * (padded(extent) - extent)
+        if extent % BLOCK and is_strict():
+            refuse_padding(op, "x", f"extent {extent} along axis {axis}")
+    _record.record(_record.CallEvent(_record.path(), op, tensor.x.shape, implementation or "cpu | reference", padding))
+
+
+def refuse_padding(op: str, name: str, shown: str) -> None:
+    raise UnsupportedError(
+        message(
+            op,
+            name,
+            f"of {shown}",
+            f"a multiple of {BLOCK}",
+            "strict() forbids padding",
+            "another size, or no strict()",
+        )
+    )
+
+
+def _stored_matrices(q: QuantizedTensor):
+    """Codes, scales and amax as the kernels take them, [*batch, r, ...] with the batch that amax has."""
+    batch = () if q.row_scaled or q.codes.ndim == 1 else q.amax.shape
+    rows = math.prod(q.codes.shape[len(batch) : -1])
+    codes = q.codes.reshape(*batch, rows, q.codes.shape[-1])
+    block_scale = q.block_scale.reshape(*batch, rows, q.block_scale.shape[-1])
+    return codes, block_scale, q.amax.reshape(rows) if q.row_scaled else q.amax
+
+
+def _logical(q: QuantizedTensor, values):
+    return jnp.swapaxes(values, -1, -2) if q.axis == 0 else values
+
+
+def _dot(a, b, batch: int, rhs_contracts: int):
+    contract, batches = ((a.ndim - 1,), (b.ndim + rhs_contracts,)), (tuple(range(batch)), tuple(range(batch)))
+    return jax.lax.dot_general(a, b, (contract, batches), preferred_element_type=jnp.float32)

@@ -1,0 +1,148 @@
+"""Linen layers that take the place of Flax's: `from jax_fp4 import linen`, then linen.Dense for nn.Dense.
+
+Signatures are Flax's and `recipe` at the end. Parameters, their names, initial values, metadata and the use of random
+streams are Flax's, whether quantization is on or off; without a recipe, and without autocast, a layer runs Flax's code.
+Stochastic rounding draws from the stream "sr" (`model.apply(variables, x, rngs={"sr": key})`, and
+`split_rngs={"sr": True}` in lifted transformations). Without the stream a layer can be evaluated; differentiated, it
+says what is missing.
+"""
+
+import inspect
+import math
+from typing import Any, no_type_check
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from jax_fp4 import _dot_general, _record
+from jax_fp4._dot_general import check_layer, draws, layer_product, layer_recipe
+from jax_fp4._errors import message
+from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, resolve
+
+# Flax's own code. Without Flax's wrapper: ours runs already, a second one would capture intermediates twice.
+_flax_dense = inspect.unwrap(nn.Dense.__call__)
+_flax_dense_general = inspect.unwrap(nn.DenseGeneral.__call__)
+_promote_dtype = nn.Dense.promote_dtype
+
+
+@no_type_check  # Flax's annotations (protocols) are not for checking at run time, as our tests do
+class Dense(nn.Dense):
+    """`flax.linen.Dense` with a recipe: x [..., k] -> y [..., features].
+
+    recipe: None takes autocast's, HIGH_PRECISION none. With one in force the three products are those of
+    `jax_fp4.dense`: kernel and bias take part in their own dtype (a float32 kernel is rounded inside, its gradient is
+    float32), the bias is added in float32, `precision` has no meaning. Raises TypeError for a wrong recipe and
+    ValueError for a recipe beside dot_general or dot_general_cls when the layer is made (when it is called, for a
+    recipe that comes from autocast), and what `jax_fp4.dense` raises.
+    """
+
+    recipe: RecipeChoice | None = None
+
+    def __post_init__(self):
+        check_layer(self, self.recipe, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs):
+        shape = (jnp.shape(inputs)[-1], self.features)
+        with _record.layer("/".join(self.path)):
+            recipe = layer_recipe(self, jnp.shape(inputs), shape)
+            if recipe is None:
+                return _flax_dense(self, inputs)
+            kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+            bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype) if self.use_bias else None
+            return _product(self, recipe, (inputs, kernel, bias), (-1,), ())
+
+
+@no_type_check
+class DenseGeneral(nn.DenseGeneral):
+    """`flax.linen.DenseGeneral` with a recipe: contracts `axis`, each entry of `batch_dims` with a kernel of its own.
+
+    The recipe as in `Dense`; each batch entry has amaxes of its own. Contracted axes are blocked in increasing order.
+    """
+
+    recipe: RecipeChoice | None = None
+
+    def __post_init__(self):
+        check_layer(self, self.recipe, dot_general=self.dot_general, dot_general_cls=self.dot_general_cls)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs):
+        x_shape = jnp.shape(inputs)
+        features, axis, batch_dims = map(_tuple, (self.features, self.axis, self.batch_dims))
+        if sorted(batch_dims) != list(range(len(batch_dims))):
+            raise ValueError(
+                message(
+                    "DenseGeneral", "batch_dims", batch_dims, "0, 1, ...", "the kernel leads with them", "a transpose"
+                )
+            )
+        batch = tuple(x_shape[a] for a in sorted(batch_dims))
+        contracted = tuple(x_shape[a] for a in sorted(a % len(x_shape) for a in axis))
+        with _record.layer("/".join(self.path)):
+            recipe = layer_recipe(self, x_shape, (*batch, *contracted, *features))
+            if recipe is None:
+                return _flax_dense_general(self, inputs)
+            k, n, b = map(math.prod, (contracted, features, batch))
+            kernel = self.param(
+                "kernel", _flat(self.kernel_init, (b * k, n)), (*batch, *contracted, *features), self.param_dtype
+            )
+            bias = None
+            if self.use_bias:
+                bias = self.param("bias", _flat(self.bias_init, (b * n,)), (*batch, *features), self.param_dtype)
+            return _product(self, recipe, (inputs, kernel, bias), axis, batch_dims)
+
+
+@no_type_check
+class DotGeneral(nn.Module):
+    """`jax_fp4.DotGeneral` as a module, for the `dot_general_cls` of any Flax layer. It has no parameters.
+
+    Under autocast the class itself will do, `nn.Dense(64, dot_general_cls=linen.DotGeneral)`; with a recipe,
+    `dot_general_cls=functools.partial(linen.DotGeneral, recipe=recipe)`. Draws from the stream "sr" where dy is rounded
+    stochastically.
+    """
+
+    recipe: RecipeChoice | None = None
+
+    def __post_init__(self):
+        check_recipe("linen.DotGeneral", self.recipe)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(
+        self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None
+    ):
+        recipe = resolve("linen.DotGeneral", self.recipe)
+        dot_general = _dot_general.DotGeneral(self.recipe, _key(self, recipe))
+        with _record.layer("/".join(self.path)):
+            return dot_general(
+                lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+            )
+
+
+def _product(layer: Any, recipe: Recipe, operands, axis, batch_dims):
+    promoted = layer.promote_dtype(*operands, dtype=layer.dtype)
+    key = _key(layer, recipe)
+    return layer_product(layer, operands, promoted, _promote_dtype, axis, batch_dims, recipe=recipe, key=key)
+
+
+def _key(module: nn.Module, recipe: Recipe | None):
+    """A key of the stream "sr" where the recipe rounds stochastically. None without the stream: `dense` raises, but
+    only where it is differentiated."""
+    return module.make_rng("sr") if recipe is not None and draws(recipe) and module.has_rng("sr") else None
+
+
+def _flat(init, flat_shape: tuple[int, ...]):
+    """Flax draws the kernel of DenseGeneral as the matrix [batch x in, out] (fan-in counts), and then reshapes it."""
+
+    def wrapped(rng, shape, dtype=jnp.float32):
+        value = init(rng, flat_shape, dtype)
+        if isinstance(value, nn.meta.AxisMetadata):
+            return nn.meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))
+        return jnp.reshape(value, shape)
+
+    return wrapped
+
+
+def _tuple(axes) -> tuple[int, ...]:
+    return tuple(axes) if hasattr(axes, "__iter__") else (axes,)

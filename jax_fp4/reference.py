@@ -1,0 +1,488 @@
+"""NVFP4 quantization, dequantization and products: the specification (numerics.md, section 1).
+
+Written over an array namespace. Given NumPy arrays a function runs on NumPy, keeps denormals and is exact: it is
+what every kernel must equal, bit for bit. Given jax arrays or tracers it runs on jax.numpy and is the traceable
+fallback where there is no kernel: the same bits on CPU, under jit and eager, while no value or scale is denormal
+(XLA:CPU flushes those; all stay normal for an amax above 2e-32).
+
+Every float operation below is one float32 rounding, in the order written. NumPy executes it so. XLA does not:
+  * it contracts a*b + c to an fma where both land in one fusion. `lax.optimization_barrier` does not stop it (on
+    jax 0.10 the barrier is gone before fusion); a select between product and sum does: `pinned`;
+  * it rewrites a / constant to a * (1 / constant), also eagerly and also where a barrier hides the constant: `_divided`
+    divides by a selected value;
+  * it reassociates (a * c1) * c2 for constants, and an amax closed over under jit is one: `pinned` again;
+  * it may drop the pair of a conversion to a narrower float and back: `_rounded`.
+Roundings to E2M1 and E4M3 are integer arithmetic on the float32 bits, so no compiler has a say in them.
+
+Shapes: x is [*B, m, k]. The stored form has its blocks last: rows r and blocked extent b are (m, k) for axis=-1 and
+(k, m) for axis=0. Codes are uint8 [*B, r, pad16(b)/2], block scales e4m3 [*B, r, pad16(b)/16], amaxes float32 [*B],
+or [*B, r] under row scaling. A seed is uint32 [*B, 4]: the two key words, then the m and k at which x starts in the
+global tensor.
+
+Longer than our files are, because it is one page: numerics.md section 1, paragraph after paragraph.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float8e4m3fn, UInt8, UInt32
+
+from jax_fp4._formats import (
+    BLOCK,
+    E2M1_MAX,
+    HADAMARD_SIGNS,
+    INF_BITS,
+    NAN_AMAX_BITS,
+    NAN_SCALE,
+    PACK,
+    SWIZZLE_COLUMNS,
+    SWIZZLE_ROWS,
+    Quantization,
+    padded,
+    stored,
+)
+
+AnyArray = Array | np.ndarray
+E4M3 = jnp.float8_e4m3fn
+FMAX = np.finfo(np.float32).max
+SIXTH = np.float32(1) / np.float32(6)
+ABS_BITS = 0x7FFFFFFF
+# Mantissa bits, the float32 exponent field of the smallest normal, and the float32 bits of the largest value.
+E2M1_SHAPE = (1, 127, 0x40C00000)
+E4M3_SHAPE = (3, 121, 0x43E00000)
+
+exact = np.errstate(all="ignore")  # overflow, 0/0 and NaN are part of the contract, so NumPy need not warn
+
+
+# ---- the array namespace, and what keeps XLA from changing bits ----
+
+
+def _namespace(*arrays: Any) -> Any:
+    """numpy if every array given is NumPy's, else jax.numpy."""
+    return np if all(a is None or isinstance(a, (np.ndarray, np.generic)) for a in arrays) else jnp
+
+
+def pinned(x):
+    """x, and on jnp a value that neither XLA nor LLVM fuses with what follows: a select is in between."""
+    return x if _namespace(x) is np else jnp.where(x == x, x, jnp.float32(np.nan))
+
+
+def _divided(x, constant: int):
+    """fl(x / constant). On jnp the divisor is selected by x, so it is no constant to anybody who compiles."""
+    constant = np.float32(constant)
+    return x / constant if _namespace(x) is np else x / jnp.where(x == x, constant, jnp.float32(np.nan))
+
+
+def _rounded(x, dtype: str):
+    """x rounded to `dtype` (nearest-even, denormals kept), as float32."""
+    x = x.astype(np.float32)
+    if dtype == "float32":
+        return x
+    if _namespace(x) is np:
+        return x.astype(jnp.dtype(dtype)).astype(np.float32)
+    if dtype == "bfloat16":
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    # reduce_precision would flush float16 denormals, which are ordinary values (below 6e-5).
+    return lax.optimization_barrier(x.astype(dtype)).astype(np.float32)
+
+
+def _pad_last(xp, x, rows: int, columns: int):
+    """Zeros appended to the last two dimensions."""
+    return xp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows), (0, columns)]) if rows or columns else x
+
+
+# ---- minifloats: 1.1 and the E4M3 scale ----
+
+
+def _narrowed(xp, bits, shape: tuple[int, int, int]):
+    """Magnitude code of the float32 whose bits (sign cleared) are given: nearest, ties to even, saturating.
+
+    A binade's significand is shifted right by what the format lacks, and by one more for each binade below its
+    smallest normal. From 25 places on everything is below half a code, float32 denormals included.
+    """
+    mantissa, smallest, largest = shape
+    bits = xp.minimum(bits, np.uint32(largest))
+    exponent = bits >> 23
+    binade = xp.maximum(exponent, np.uint32(smallest))
+    shift = xp.minimum(binade - exponent + (23 - mantissa), np.uint32(25))
+    significand = (bits & 0x7FFFFF) | 0x800000
+    below_half = (np.uint32(1) << (shift - 1)) - 1  # and one more if the code below is odd, for a tie
+    return ((binade - smallest) << mantissa) + ((significand + below_half + ((significand >> shift) & 1)) >> shift)
+
+
+def _widened(xp, code, shape: tuple[int, int, int]):
+    """The float32 that a magnitude code stands for, exactly."""
+    mantissa, smallest, _ = shape
+    normal = ((code + ((smallest - 1) << mantissa)) << (23 - mantissa)).view(np.float32)
+    subnormal = code.astype(np.float32) * np.float32(2.0 ** (smallest - 127 - mantissa))
+    return xp.where(code < (1 << mantissa), subnormal, normal)
+
+
+def cast_e2m1(v: Float[AnyArray, "*s"]) -> UInt8[AnyArray, "*s"]:
+    """E2M1 codes: nearest, ties to the even code, saturating at 6, sign copied from the sign bit.
+
+    So -0.0 and tiny negatives give 8. NaN saturates (no NaN reaches this from `quantize`).
+    """
+    xp, bits = _namespace(v), v.view(np.uint32)
+    return (_narrowed(xp, bits & ABS_BITS, E2M1_SHAPE) | ((bits >> 28) & 8)).astype(np.uint8)
+
+
+@exact
+def cast_e2m1_stochastic(v: Float[AnyArray, "*s"], byte: UInt8[AnyArray, "*s"]) -> UInt8[AnyArray, "*s"]:
+    """E2M1 codes rounded up with probability proportional to the distance, by one random byte each (1.7).
+
+    The fma of the specification is written as a product and a sum: byte has 8 significant bits and the other factors
+    are powers of two, so the product is exact and a contraction by the compiler would change nothing either.
+    """
+    xp, f32 = _namespace(v, byte), np.float32
+    a = xp.minimum(xp.abs(v), f32(E2M1_MAX))
+    step = xp.where(a < 2, f32(0.5), xp.where(a < 4, f32(1), f32(2)))
+    t = byte.astype(f32) * f32(1 / 256) * step + a
+    value = xp.minimum(xp.floor(t / step) * step, f32(E2M1_MAX))
+    return cast_e2m1(xp.copysign(value, v))
+
+
+def decode_e2m1(codes: UInt8[AnyArray, "*s"]) -> Float[AnyArray, "*s"]:
+    """The values of unpacked codes 0..15; 8 is -0.0."""
+    xp, codes = _namespace(codes), codes.astype(np.uint32)
+    magnitude = _widened(xp, codes & 7, E2M1_SHAPE)
+    return (magnitude.view(np.uint32) | (codes & 8) << 28).view(np.float32)
+
+
+def cast_e4m3(v: Float[AnyArray, "*s"]) -> UInt8[AnyArray, "*s"]:
+    """E4M3 bytes: clamped to +-448, then nearest-even, subnormals kept, sign copied, NaN to 0x7F."""
+    xp, bits = _namespace(v), v.view(np.uint32)
+    magnitude = _narrowed(xp, bits & ABS_BITS, E4M3_SHAPE) | ((bits >> 24) & 0x80)
+    return xp.where((bits & ABS_BITS) > INF_BITS, np.uint32(NAN_SCALE), magnitude).astype(np.uint8)
+
+
+def decode_e4m3(scale: UInt8[AnyArray, "*s"] | Float8e4m3fn[AnyArray, "*s"]) -> Float[AnyArray, "*s"]:
+    """The values of E4M3 bytes, of which 0x7F and 0xFF are NaN."""
+    xp, byte = _namespace(scale), scale.view(np.uint8).astype(np.uint32)
+    magnitude = _widened(xp, byte & 0x7F, E4M3_SHAPE)
+    signed = (magnitude.view(np.uint32) | (byte & 0x80) << 24).view(np.float32)
+    return xp.where((byte & 0x7F) == NAN_SCALE, np.float32(np.nan), signed)
+
+
+def pack(codes: UInt8[AnyArray, "*s b"]) -> UInt8[AnyArray, "*s bytes"]:
+    """Two codes a byte, even index in the low nibble."""
+    return codes[..., 0::PACK] | (codes[..., 1::PACK] << 4)
+
+
+def unpack(packed: UInt8[AnyArray, "*s bytes"]) -> UInt8[AnyArray, "*s b"]:
+    """Inverse of `pack`."""
+    xp = _namespace(packed)
+    return xp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], packed.shape[-1] * PACK)
+
+
+# ---- amax and the tensor scales: 1.2 ----
+
+
+def _magnitude_bits(x):
+    return x.view(np.uint32) & ABS_BITS
+
+
+def _canonical_amax(xp, amax):
+    """The amax with every NaN as 0x7FC00000 and every other bit as it is."""
+    bits = amax.view(np.uint32)
+    return xp.where((bits & ABS_BITS) > INF_BITS, np.uint32(NAN_AMAX_BITS), bits).view(np.float32)
+
+
+def counted_amax(amax: Float[AnyArray, "*s"], bound: int) -> Float[AnyArray, "*s"]:
+    """The amax as every formula reads it: a non-finite one counts as 6B, for which the tensor scale is 1."""
+    xp = _namespace(amax)
+    return xp.where(_magnitude_bits(amax) >= INF_BITS, np.float32(E2M1_MAX * bound), amax)
+
+
+@exact
+def tensor_scales(amax: Float[AnyArray, "*s"], bound: int) -> tuple[Float[AnyArray, "*s"], Float[AnyArray, "*s"]]:
+    """(S_enc, S_dec) = (min(fl(6B / amax), FMAX), fl(1 / S_enc)); 1 for amax 0."""
+    xp, amax = _namespace(amax), counted_amax(amax, bound)
+    encode = xp.minimum(np.float32(E2M1_MAX * bound) / amax, FMAX)
+    encode = xp.where(amax == 0, np.float32(1), encode)
+    return encode, np.float32(1) / encode
+
+
+def _block_encode(xp, scale, decode):
+    """What x of a block is multiplied by, from the stored bytes of its scale and S_dec."""
+    return xp.minimum(np.float32(1) / (decode_e4m3(scale) * decode), FMAX)
+
+
+def _reciprocal(bound: int):
+    """fl(1 / (6B))."""
+    return np.float32(1) / np.float32(E2M1_MAX * bound)
+
+
+# ---- stochastic rounding's random bytes: 1.7 ----
+
+
+def _product64(a, b):
+    """(low, high) words of the 64-bit product of uint32 arrays: jax has no uint64 without x64, so by 16-bit halves."""
+    a_low, a_high, b_low, b_high = a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16
+    cross = a_low * b_high
+    middle = ((a_low * b_low) >> 16) + (cross & 0xFFFF) + a_high * b_low  # at most 2^32 - 1
+    return a * b, a_high * b_high + (cross >> 16) + (middle >> 16)
+
+
+@exact
+def philox4x32(key: UInt32[AnyArray, "*key 2"], counter: UInt32[AnyArray, "*s 4"]) -> UInt32[AnyArray, "*s 4"]:
+    """Philox4x32 with ten rounds (Salmon et al., 2011). The leading dimensions of the key broadcast."""
+    xp = _namespace(key, counter)
+    k0, k1 = key[..., 0], key[..., 1]
+    c0, c1, c2, c3 = (counter[..., i] for i in range(4))
+    for _ in range(10):
+        low0, high0 = _product64(c0, np.uint32(0xD2511F53))
+        low2, high2 = _product64(c2, np.uint32(0xCD9E8D57))
+        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + np.uint32(0x9E3779B9), k1 + np.uint32(0xBB67AE85)
+    return xp.stack([c0, c1, c2, c3], axis=-1)
+
+
+@exact
+def random_bytes(
+    seed: UInt32[AnyArray, "*B 4"], rows: int, blocks: int, axis: int, total: int, expert: Any = 0
+) -> UInt8[AnyArray, "*B {rows} {blocks} 16"]:
+    """One byte a code of the stored form, a function of the key and the code's place in the *global* tensor.
+
+    `total` is the blocked extent of that tensor; `expert` an int or uint32 [*B]. Counter: (index low, index high,
+    direction, expert), index = row * ceil(total / 16) + block.
+    """
+    xp = _namespace(seed, None if isinstance(expert, int) else expert)
+    row, column = (seed[..., 2], seed[..., 3]) if axis == -1 else (seed[..., 3], seed[..., 2])
+    row = row[..., None, None] + xp.arange(rows, dtype=np.uint32)[:, None]
+    block = (column >> 4)[..., None, None] + xp.arange(blocks, dtype=np.uint32)
+    low, high = _product64(row, np.uint32(padded(total) // BLOCK))
+    index = low + block
+    high = high + (index < block).astype(np.uint32)
+    expert = xp.asarray(expert, dtype=np.uint32)[..., None, None]
+    words = xp.broadcast_arrays(index, high, xp.asarray(0 if axis == -1 else 1, dtype=np.uint32), expert)
+    random = philox4x32(seed[..., None, None, :2], xp.stack(words, axis=-1))
+    by_byte = random[..., None] >> xp.asarray([0, 8, 16, 24], dtype=np.uint32)
+    return by_byte.astype(np.uint8).reshape(*random.shape[:-1], BLOCK)
+
+
+# ---- Hadamard: 1.6 ----
+
+
+@exact
+def hadamard_transform(x_t: Float[AnyArray, "*B r b"]) -> Float[AnyArray, "*B r padded_b"]:
+    """Groups of 16 along the last dimension times diag(sign) H16 / 4, as float32 that holds bfloat16 values.
+
+    Rounded to bfloat16; zero-padded to 16; signs; butterflies of strides 1, 2, 4, 8 in float32; times 0.25; bfloat16.
+    """
+    xp, b = _namespace(x_t), x_t.shape[-1]
+    v = _pad_last(xp, _rounded(x_t, "bfloat16"), 0, padded(b) - b)
+    shape, groups = v.shape, (*v.shape[:-1], padded(b) // BLOCK)
+    v = v.reshape(*groups, BLOCK) * np.asarray(HADAMARD_SIGNS, np.float32)
+    for stride in (1, 2, 4, 8):
+        v = v.reshape(*groups, BLOCK // (2 * stride), 2, stride)
+        v = xp.stack([v[..., 0, :] + v[..., 1, :], v[..., 0, :] - v[..., 1, :]], axis=-2)
+    return _rounded(v.reshape(shape) * np.float32(0.25), "bfloat16")
+
+
+# ---- quantize: 1.2 to 1.8 ----
+# Values are held as [*B, r/tile, tile, b/16, 16], what belongs to a block or tile as [*B, r/tile, 1, b/16, 1].
+
+
+def _check(amax, seed, q: Quantization) -> None:
+    """Refuse pairs that numerics.md excludes, and (on NumPy, where values are known) a negative amax."""
+    four_over_six = q.column_four_over_six if q.axis == 0 else q.four_over_six
+    pairs = {
+        "row_scaled and hadamard": q.row_scaled and q.hadamard,
+        "row_scaled and two-dimensional blocks": q.row_scaled and q.tile != 1,
+        "row_scaled and stochastic rounding": q.row_scaled and seed is not None,
+        "four_over_six and hadamard": four_over_six and q.hadamard,
+        "four_over_six and stochastic rounding": four_over_six and seed is not None,
+    }
+    for pair, present in pairs.items():
+        if present:
+            raise ValueError(f"quantize: {pair} exclude each other (numerics 1.4, 1.8). Choose one of them.")
+    if amax is not None and _namespace(amax) is np and (amax < 0).any():
+        raise ValueError(f"quantize: amax is {amax.min()}; needs values >= 0 because it is the largest |x|.")
+
+
+def _as_blocks(xp, x, q: Quantization):
+    """The values that get quantized, oriented, transformed and zero-padded to whole blocks and tiles."""
+    v = _rounded(x, q.compute_dtype)
+    v = v.swapaxes(-1, -2) if q.axis == 0 else v
+    v = hadamard_transform(v) if q.hadamard else v
+    *batch, r, b = v.shape
+    v = _pad_last(xp, v, padded(r, q.tile) - r, padded(b) - b)
+    return v.reshape(*batch, padded(r, q.tile) // q.tile, q.tile, padded(b) // BLOCK, BLOCK)
+
+
+def _peaks(xp, v):
+    """Bits of the largest |v| of each block."""
+    return xp.max(_magnitude_bits(v), axis=(-3, -1), keepdims=True)
+
+
+def _amax_of_peaks(xp, peak, q: Quantization):
+    """[*B], or [*B, r], from the largest |bits| of each block: an integer maximum, so NaN and Inf survive; empty: 0."""
+    bits = xp.max(peak, axis=(-3, -2, -1) if q.row_scaled else (-4, -3, -2, -1), initial=np.uint32(0))
+    return _canonical_amax(xp, xp.asarray(bits).view(np.float32))
+
+
+def amax(x: Float[AnyArray, "*B m k"], q: Quantization) -> Float[AnyArray, "*B"] | Float[AnyArray, "*B r"]:
+    """The amax that `quantize` computes; shards of one tensor take the integer maximum of its bits."""
+    xp = _namespace(x)
+    return _amax_of_peaks(xp, _peaks(xp, _as_blocks(xp, xp.asarray(x), q)), q)
+
+
+def _four_over_six(xp, v, a, tensor_amax, q: Quantization):
+    """Scale bytes of blocks that put their maximum on 6, or on 4 where that error is smaller (1.8).
+
+    Errors add up sequentially along a row of x, then over the 16 rows of a tile as a tree with strides 8, 4, 2, 1; the
+    column-wise form of a tile adds them in the same order, so it makes the same choice.
+    """
+    encode, decode = tensor_scales(tensor_amax, q.bound)
+    base = pinned(_divided(a, 6) * encode)
+    scales, errors = [], []
+    for candidate in (base, base * np.float32(1.5)):
+        scale = cast_e4m3(candidate)
+        codes = cast_e2m1(v * _block_encode(xp, scale, decode))
+        scaled = pinned(decode_e2m1(codes) * decode_e4m3(scale)) * counted_amax(tensor_amax, q.bound)
+        d = _divided(scaled, E2M1_MAX * q.bound) - v
+        d = xp.abs(d) if q.four_over_six == "MAE" else pinned(d * d)
+        d = d.swapaxes(-3, -1) if q.axis == 0 and q.tile > 1 else d
+        error = d[..., 0]
+        for i in range(1, BLOCK):
+            error = error + d[..., i]
+        rows = q.tile
+        while rows > 1:
+            rows //= 2
+            error = error[..., :rows, :] + error[..., rows:, :]
+        scales.append(scale)
+        errors.append(error[..., None])
+    return xp.where(errors[1] < errors[0], scales[1], scales[0])
+
+
+@exact
+def quantize(
+    x: Float[AnyArray, "*B m k"], amax: Any, seed: Any, q: Quantization
+) -> tuple[
+    UInt8[AnyArray, "*B r bytes"],
+    Float8e4m3fn[AnyArray, "*B r blocks"],
+    Float[AnyArray, "*B"] | Float[AnyArray, "*B r"],
+]:
+    """Codes, block scales and amax of x in the stored form of q.axis.
+
+    x is rounded to q.compute_dtype first. amax None: computed; given: returned as it is (NaN canonical), and data above
+    it saturates. seed None: nearest-even; given: stochastic. A block with a non-finite element is zero codes under a
+    NaN scale; a zero block is zeros. The blocked extent is padded with zeros, which the Hadamard transform then fills.
+    Raises ValueError for flags that exclude each other and for an amax that is negative or has a wrong shape.
+    """
+    _check(amax, seed, q)
+    xp, (rows, extent) = _namespace(x, amax, seed), stored(x.shape, q.axis)
+    if q.axis == 0:
+        q = replace(q, four_over_six=q.column_four_over_six, bound=q.column_bound)
+    v = _as_blocks(xp, xp.asarray(x), q)
+    *batch, tiles, _, blocks, _ = v.shape
+    peak = _peaks(xp, v)
+    if amax is None:
+        amax = _amax_of_peaks(xp, peak, q)
+    else:
+        amax = _canonical_amax(xp, xp.asarray(amax, dtype=np.float32))
+        if amax.shape != (expected := (*batch, *[rows] * q.row_scaled)):
+            raise ValueError(f"quantize: amax has shape {amax.shape}; needs {expected}, one a tensor or row.")
+    tensor_amax = amax[(..., *[None] * (3 if q.row_scaled else 4))]
+
+    broken = peak >= INF_BITS
+    v, a = xp.where(broken, np.float32(0), v), xp.where(broken, np.uint32(0), peak).view(np.float32)
+    encode, decode = tensor_scales(tensor_amax, q.bound)
+    scale = _four_over_six(xp, v, a, tensor_amax, q) if q.four_over_six else cast_e4m3(a * (encode * SIXTH))
+    v = v * _block_encode(xp, scale, decode)
+    if seed is None:
+        codes = cast_e2m1(v)
+    else:
+        total = (q.m_total, q.k_total)[q.axis]
+        random = random_bytes(xp.asarray(seed), tiles * q.tile, blocks, q.axis, extent if total < 0 else total)
+        codes = cast_e2m1_stochastic(v, random.reshape(v.shape))
+    codes = xp.where(broken, np.uint8(0), codes).reshape(*batch, tiles * q.tile, blocks * BLOCK)
+    scale = xp.broadcast_to(xp.where(broken, np.uint8(NAN_SCALE), scale), (*v.shape[:-1], 1))
+    scale = scale.reshape(*batch, tiles * q.tile, blocks)
+    return pack(codes[..., :rows, :]), scale[..., :rows, :].view(E4M3), amax
+
+
+def quantize_transpose(x: Float[AnyArray, "*B m k"], amax: Any, amax_t: Any, seed: Any, q: Quantization) -> tuple:
+    """Row-wise (codes, block_scale, amax), then column-wise: two independent quantizations of x.
+
+    q.axis is ignored, q.hadamard concerns the second only. Each amax is given or computed by itself.
+    """
+    rowwise = quantize(x, amax, seed, replace(q, axis=-1, hadamard=False))
+    return *rowwise, *quantize(x, amax_t, seed, replace(q, axis=0))
+
+
+# ---- dequantize, products, swizzle: 1.9 to 1.11 ----
+
+
+def _per_row(amax, ndim: int):
+    """A stored amax [*B] or [*B, r] as [*B, 1, 1] or [*B, r, 1], for codes of `ndim` dimensions."""
+    return amax[(..., *[None] * (ndim - amax.ndim))]
+
+
+def _tensor_factor(xp, quantized: tuple, bound: int):
+    """fl(amax * fl(1/(6B))), which code times block scale lacks: [*B, 1 | r, 1]."""
+    codes, _, amax = quantized
+    return counted_amax(_per_row(xp.asarray(amax), codes.ndim), bound) * _reciprocal(bound)
+
+
+@exact
+def dequantize(
+    codes: UInt8[AnyArray, "*B r bytes"],
+    block_scale: Float8e4m3fn[AnyArray, "*B r blocks"],
+    amax: Any,
+    bound: int,
+    extent: int,
+    dtype: Any,
+) -> Float[AnyArray, "*B r {extent}"]:
+    """fl(val * fl(fl(float(s) * A) * fl(1/(6B)))), then one rounding to dtype, in the stored orientation.
+
+    amax None: the product form, code times block scale, exact in float32 and bfloat16 (float16 overflows).
+    """
+    xp = _namespace(codes, block_scale, amax)
+    value, factor = decode_e2m1(unpack(xp.asarray(codes))), decode_e4m3(xp.asarray(block_scale))
+    if amax is not None:
+        factor = pinned(factor * counted_amax(_per_row(xp.asarray(amax), codes.ndim), bound)) * _reciprocal(bound)
+    value = value.reshape(*factor.shape, BLOCK) * factor[..., None]
+    return value.reshape(*value.shape[:-2], value.shape[-2] * BLOCK)[..., :extent].astype(jnp.dtype(dtype))
+
+
+@exact
+def matmul(lhs: tuple, rhs: tuple, bounds: tuple[int, int], dtype: Any, bias: Any = None) -> Float[AnyArray, "*B m n"]:
+    """lhs [*B, m, k] times the transpose of rhs [*B, n, k]: what `quantize` returned for each, both blocked along k.
+
+    Code times block scale is exact in bfloat16, and a product of two is exact in float32, so only the sum rounds: in
+    float64, then once to float32, on NumPy (the oracle); in float32, in the order of XLA's dot, on jnp. Then in
+    float32, one after the other: times lhs' tensor scale (a column if row-scaled), times rhs' (a row), plus bias [n];
+    one rounding to dtype.
+    """
+    xp = _namespace(*lhs, *rhs, bias)
+    form, sums = (np.float64, {}) if xp is np else (jnp.bfloat16, {"preferred_element_type": np.float32})
+    a, b = (dequantize(q[0], q[1], None, 0, q[0].shape[-1] * PACK, np.float32).astype(form) for q in (lhs, rhs))
+    y = xp.matmul(a, b.swapaxes(-1, -2), **sums).astype(np.float32)
+    y = pinned(y * _tensor_factor(xp, lhs, bounds[0]))
+    y = pinned(y * _tensor_factor(xp, rhs, bounds[1]).swapaxes(-1, -2))
+    return (y if bias is None else y + xp.asarray(bias).astype(np.float32)).astype(jnp.dtype(dtype))
+
+
+def swizzle(compact: UInt8[AnyArray, "*B r c"]) -> UInt8[AnyArray, "*B size"]:
+    """Scales in the order Blackwell's tensor cores read: tiles of 128 x 4, in each the byte of (row, column) at
+    (row % 32) * 16 + (row / 32) * 4 + column. Padding is zero. Any type of one byte an element."""
+    xp, dtype, bytes_ = _namespace(compact), compact.dtype, compact.view(np.uint8)
+    *batch, r, c = compact.shape
+    height, width = padded(r, SWIZZLE_ROWS), padded(c, SWIZZLE_COLUMNS)
+    tiles = _pad_last(xp, bytes_, height - r, width - c).reshape(*batch, height // 128, 4, 32, width // 4, 4)
+    tiles = xp.moveaxis(tiles, (-5, -4, -3, -2, -1), (-5, -2, -3, -4, -1))
+    return tiles.reshape(*batch, height * width).view(dtype)
+
+
+def unswizzle(swizzled: UInt8[AnyArray, "*B size"], rows: int, columns: int) -> UInt8[AnyArray, "*B {rows} {columns}"]:
+    """Inverse of `swizzle`, for the compact shape [rows, columns]."""
+    xp, batch = _namespace(swizzled), swizzled.shape[:-1]
+    height, width = padded(rows, SWIZZLE_ROWS), padded(columns, SWIZZLE_COLUMNS)
+    tiles = swizzled.view(np.uint8).reshape(*batch, height // 128, width // 4, 32, 4, 4)
+    tiles = xp.moveaxis(tiles, (-5, -2, -3, -4, -1), (-5, -4, -3, -2, -1))
+    return tiles.reshape(*batch, height, width)[..., :rows, :columns].view(swizzled.dtype)

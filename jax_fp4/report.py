@@ -1,0 +1,95 @@
+"""report: what is quantized in a function, and why the rest is not."""
+
+from dataclasses import dataclass
+from typing import assert_never
+
+import jax
+
+from jax_fp4._recipe import BackwardMode, Recipe
+from jax_fp4._record import CallEvent, LayerEvent, recording
+
+_HEADER = ("layer", "op", "x", "kernel", "forward", "dx", "dw", "note")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call of a layer: the operand formats of its three products, or why it is not quantized."""
+
+    layer: str
+    op: str
+    x_shape: tuple[int, ...]
+    kernel_shape: tuple[int, ...]
+    quantized: bool
+    forward: str
+    dx: str
+    dw: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows in the order of tracing, and the quantize calls by implementation. str() is a table."""
+
+    rows: tuple[Row, ...]
+    calls: tuple[CallEvent, ...]
+
+    def __str__(self) -> str:
+        shape = "x".join
+        cells = [_HEADER]
+        for row in self.rows:
+            shapes = shape(map(str, row.x_shape)), shape(map(str, row.kernel_shape))
+            cells.append((row.layer, row.op, *shapes, row.forward, row.dx, row.dw, row.note))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
+        ]
+        padding = sum(call.padding for call in self.calls)
+        quantized = sum(row.quantized for row in self.rows)
+        calls = f"{len(self.calls)} quantize calls, {padding} padded elements"
+        return "\n".join([*lines, f"{quantized} of {len(self.rows)} layer calls quantized, {calls}"])
+
+
+def report(fn, *args, **kwargs) -> Report:
+    """Trace fn(*args, **kwargs), without running it, and tell what each layer call in it does.
+
+    Give the gradient of a loss, to see the quantize calls of the backward too. Layers that were traced once and run
+    many times (under scan) have one row.
+    """
+    with recording() as events:
+        jax.eval_shape(fn, *args, **kwargs)
+    rows = tuple(_row(event) for event in events if isinstance(event, LayerEvent))
+    return Report(rows, tuple(event for event in events if isinstance(event, CallEvent)))
+
+
+def _row(event: LayerEvent) -> Row:
+    name = event.path or event.op
+    if event.recipe is None:
+        plain = ("high precision",) * 3
+        return Row(name, event.op, event.x_shape, event.kernel_shape, False, *plain, f"not quantized: {event.reason}")
+    assert isinstance(event.recipe, Recipe)
+    return Row(name, event.op, event.x_shape, event.kernel_shape, True, *_formats(event.recipe), _note(event.recipe))
+
+
+def _formats(recipe: Recipe) -> tuple[str, str, str]:
+    """Operand formats of y = x w, dx = dy w^T, dw = x^T dy."""
+    x = "row-scaled nvfp4" if recipe.row_scaled_activation else "nvfp4"
+    match recipe.mode:
+        case BackwardMode.DEFAULT:
+            return f"{x} x nvfp4", "nvfp4 x nvfp4", f"{x} x nvfp4"
+        case BackwardMode.UNQUANT:
+            return f"{x} x nvfp4", "high precision x high precision", "high precision x high precision"
+        case BackwardMode.DEQUANT:
+            return f"{x} x nvfp4", "high precision x nvfp4", f"{x} x high precision"
+        case _:
+            assert_never(recipe.mode)
+
+
+def _note(recipe: Recipe) -> str:
+    default = recipe.mode is BackwardMode.DEFAULT
+    traits = [
+        ("16x16 weight tiles", recipe.two_dimensional_weights),
+        (f"four-over-six of {recipe.four_over_six}", recipe.four_over_six != "none"),
+        ("Hadamard in dw", default and recipe.hadamard),
+        ("stochastic dy", default and recipe.stochastic_rounding),
+    ]
+    return ", ".join([f"backward_mode={recipe.mode}", *(name for name, present in traits if present)])

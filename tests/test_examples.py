@@ -1,0 +1,155 @@
+"""The examples run, at sizes that take seconds, and the byte models they are compared with are right."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import byte_models
+import jax_fp4 as fp4
+import train_lm
+
+EXAMPLES = Path(train_lm.__file__).parent
+TINY = ["--steps", "12", "--layers", "1", "--width", "32", "--batch", "4", "--context", "32"]
+
+
+def as_bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+# ---- byte models ----
+
+
+def test_byte_models_match_a_case_computed_by_hand():
+    """In "abab": a, b twice each; after a always b (twice), after b once a; after ab once a, after ba once b."""
+    a, b, c = as_bytes("abc")
+    order0, order1, order2 = (byte_models.fit(as_bytes("abab"), order) for order in range(3))
+
+    p_a = p_b = (2 + 2 / 256) / (4 + 2)
+    p_c = (0 + 2 / 256) / (4 + 2)
+    np.testing.assert_allclose(order0[0, [a, b, c]], [p_a, p_b, p_c], rtol=1e-12)
+
+    b_after_a = (2 + 1 * p_b) / (2 + 1)
+    a_after_b = (1 + 1 * p_a) / (1 + 1)
+    np.testing.assert_allclose([order1[a, b], order1[b, a], order1[c, a]], [b_after_a, a_after_b, p_a], rtol=1e-12)
+
+    def after(first, second, byte):
+        return order2[256 * int(first) + int(second), byte]
+
+    expected = [(1 + a_after_b) / 2, (1 + b_after_a) / 2, b_after_a]  # "ca" was never seen: as after a alone
+    np.testing.assert_allclose([after(a, b, a), after(b, a, b), after(c, a, b)], expected, rtol=1e-12)
+
+    np.testing.assert_allclose(byte_models.loss(order1, as_bytes("aba")), -np.log([b_after_a, a_after_b]).mean())
+    for model in (order0, order1, order2):
+        np.testing.assert_allclose(model.sum(axis=1), 1, rtol=1e-12)
+
+
+def test_text_is_split_without_loss():
+    text = byte_models.load_text()
+    assert len(text.train) // 9 == pytest.approx(len(text.held_out), rel=0.01)
+    assert len(text.train) + len(text.held_out) > 400_000
+    assert bytes(text.train[:20]).isascii()
+    losses = [byte_models.loss(byte_models.fit(text.train, order), text.held_out) for order in range(3)]
+    assert losses == sorted(losses, reverse=True)
+
+
+# ---- train_lm ----
+
+
+@pytest.mark.core
+def test_compare_trains_every_mode_and_saves_the_plot(tmp_path, capsys):
+    results = train_lm.main([*TINY, "--compare", "--out", str(tmp_path)])
+    assert [r.name for r in results] == ["bfloat16", "nvfp4 default", "nvfp4 unquant", "nvfp4 dequant"]
+    for r in results:
+        assert np.isfinite(r.losses).all()
+        assert r.losses.shape == (12,)
+        assert r.losses[-1] < r.losses[0]
+        assert r.held_out < np.log(256)
+    # The same seed and batches: all start from the same place, and the FP4 runs are none of them bfloat16 in disguise.
+    first = [r.losses[0] for r in results]
+    assert max(first) - min(first) < 0.02
+    assert len({r.held_out for r in results}) == 4
+    kept = {r.name: r.residual_bytes for r in results}
+    assert max(kept["nvfp4 default"], kept["nvfp4 dequant"]) < min(kept["bfloat16"], kept["nvfp4 unquant"])
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    for word in ("sha256", "order-0", "order-1", "order-2", "nvfp4 dequant", "bits/byte"):
+        assert word in printed
+
+
+def test_one_recipe_as_a_script(tmp_path):
+    command = [sys.executable, EXAMPLES / "train_lm.py", *TINY, "--recipe", "bfloat16", "--out", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "bfloat16" in result.stdout
+    assert "tokens/s" in result.stderr
+
+
+def test_the_environment_chooses_the_backward_mode(monkeypatch):
+    monkeypatch.setenv("JAX_FP4_BACKWARD_MODE", "unquant")
+    assert list(train_lm.runs(train_lm.parse([]))) == ["nvfp4 unquant"]
+    assert list(train_lm.runs(train_lm.parse(["--backward-mode", "dequant"]))) == ["nvfp4 dequant"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps: needs a whole number above 0"),
+        (["--heads", "3"], "--width 128 needs to be a multiple of 2 x --heads = 6"),
+        (["--context", "31"], "--context 31 needs to be even"),
+        (["--compare", "--backward-mode", "default"], "leave one of them out"),
+        (["--recipe", "bfloat16", "--backward-mode", "default"], "--backward-mode belongs to --recipe nvfp4"),
+        (["--learning-rate", "-1"], "--learning-rate -1.0 needs to be above 0"),
+    ],
+)
+def test_a_wrong_option_says_what_to_do(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        train_lm.parse(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_context_longer_than_the_text_is_refused():
+    with pytest.raises(SystemExit, match="--context 60000 is too long"):
+        train_lm.main(["--context", "60000"])
+
+
+def tiny_model(recipe):
+    return train_lm.LanguageModel(layers=1, width=32, heads=2, recipe=recipe)
+
+
+def test_parameters_do_not_depend_on_the_recipe():
+    text = jnp.zeros((1, 8), jnp.uint8)
+    trees = [jax.jit(tiny_model(recipe).init)(jax.random.key(0), text) for recipe in (None, fp4.NVFP4BlockScaling())]
+    jax.tree.map(np.testing.assert_array_equal, *trees)
+    assert {leaf.dtype for leaf in jax.tree.leaves(trees[0])} == {jnp.dtype("float32")}
+
+
+def test_a_byte_sees_only_what_is_before_it():
+    model = tiny_model(None)
+    text = np.arange(16, dtype=np.uint8)[None]
+    params = jax.jit(model.init)(jax.random.key(0), text)
+    changed = text.copy()
+    changed[0, 8] = 200
+    a, b = jax.jit(jax.vmap(model.apply, (None, 0)))(params, np.stack([text, changed]))
+    np.testing.assert_array_equal(a[0, :8], b[0, :8])
+    assert (a[0, 8:] != b[0, 8:]).any(axis=-1).all()
+
+
+def test_residual_bytes_leave_parameters_out():
+    """One Dense keeps its input, and its weight only as a copy in another dtype."""
+
+    class Linear(nn.Module):
+        @nn.compact
+        def __call__(self, text):
+            return nn.Dense(256, use_bias=False)(jax.nn.one_hot(text, 256))
+
+    model, text = Linear(), np.zeros((2, 9), np.uint8)
+    params = jax.jit(model.init)(jax.random.key(0), text[:, :-1])
+    kept = train_lm.residual_bytes(model, params, text)
+    x = 2 * 8 * 256 * 4
+    assert x <= kept < 256 * 256 * 4

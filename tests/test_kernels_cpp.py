@@ -1,0 +1,58 @@
+"""The CPU kernels under sanitizers, each compiled instruction set against the others; and what their objects export."""
+
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "xla_ffi" / "cpu"
+CPP = ROOT / "tests" / "cpp"
+# The flags of xla_ffi/CMakeLists.txt that decide bits; -O1 keeps the build short.
+WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+FLAGS = ["-std=c++17", "-O1", "-g", *WARNINGS, "-ffp-contract=off", "-fno-fast-math", "-pthread"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> str:
+    found = shutil.which(os.environ.get("CXX", "g++"))
+    if found is None:
+        if "g++" in os.environ.get("JAX_FP4_REQUIRE", ""):
+            pytest.fail("JAX_FP4_REQUIRE names g++, and there is none on PATH")
+        pytest.skip("needs g++ (or CXX) on PATH, which the build of the extension needs too")
+    return found
+
+
+def run(*command) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def fuzz_kernels(compiler, tmp_path_factory) -> Path:
+    program = tmp_path_factory.mktemp("cpp") / "fuzz_kernels"
+    sources = [*sorted(CPP.glob("*.cc")), KERNELS / "dispatch.cc", KERNELS / "quantize.cc"]
+    run(compiler, *FLAGS, *SANITIZERS, *sources, "-o", program)
+    return program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_kernels_agree_and_stay_inside_their_buffers(fuzz_kernels, seed):
+    assert run(fuzz_kernels, 300, seed).startswith("fuzz_kernels: 300 cases on ")
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_an_instruction_set_exports_its_table_only(compiler, isa, tmp_path):
+    # Anything else could be merged by the linker with the copy of another instruction set. -O0 inlines least.
+    if platform.machine() not in {"x86_64", "AMD64"} and isa != "baseline":
+        pytest.skip(f"{isa} is for x86-64 only")
+    obj = tmp_path / "kernels.o"
+    run(compiler, *FLAGS, "-O0", "-c", CPP / f"kernels_{isa}.cc", "-o", obj)
+    defined = run("nm", "--defined-only", "--extern-only", "-C", obj).splitlines()
+    assert [line.split(" ", 2)[2] for line in defined] == [f"jax_fp4::kernels_{isa}"]

@@ -1,0 +1,419 @@
+"""quantize, quantize_transpose, dequantize, matmul: the CPU handlers against the specification, and the arguments."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from golden_files import golden_files, load
+from hypothesis import given, settings
+
+import jax_fp4 as fp4
+
+DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
+KEY = jax.random.key(3)
+
+
+def bits(a):
+    a = np.asarray(a)
+    return a.view(f"u{a.dtype.itemsize}")
+
+
+def assert_same(got: fp4.QuantizedTensor, want: fp4.QuantizedTensor, what=""):
+    for name in ("codes", "block_scale", "amax"):
+        a, b = bits(getattr(got, name)), bits(getattr(want, name))
+        assert a.shape == b.shape, (what, name)
+        np.testing.assert_array_equal(a, b, err_msg=f"{what} {name}")
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+
+
+VARIANTS = {
+    "plain": {},
+    "row_scaled": dict(row_scaled=True),
+    "tiles": dict(block=(16, 16)),
+    "hadamard": dict(hadamard=True),
+    "stochastic": dict(key=KEY),
+    "hadamard+stochastic": dict(hadamard=True, key=KEY),
+    "four_over_six": dict(four_over_six=fp4.FourOverSix()),
+    "four_over_six_448_mse": dict(four_over_six=fp4.FourOverSix(448, "MSE")),
+    "four_over_six_tiles": dict(four_over_six=fp4.FourOverSix(256, "MSE"), block=(16, 16)),
+    "four_over_six_tiles_448": dict(four_over_six=fp4.FourOverSix(448, "MAE"), block=(16, 16)),
+    "four_over_six_rows": dict(four_over_six=fp4.FourOverSix(), row_scaled=True),
+    "tiles+stochastic": dict(block=(16, 16), key=KEY),
+}
+
+
+@st.composite
+def arrays(draw):
+    """Shapes of rank 1 to 4 with odd extents, three dtypes, magnitudes from denormal to overflow, some values odd."""
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=2))) + tuple(
+        draw(st.lists(st.sampled_from([1, 2, 15, 16, 17, 31, 33, 48, 50, 64]), min_size=1, max_size=2))
+    )
+    dtype = draw(st.sampled_from(DTYPES))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    scale = 2.0 ** draw(st.sampled_from([-149, -140, -126, -60, -20, -9, -2, 0, 3, 12, 60, 126]))
+    spread = draw(st.sampled_from([0, 4, 20]))
+    x = rng.standard_normal(shape) * scale * np.exp2(rng.integers(-spread, spread + 1, shape))
+    if draw(st.booleans()):  # few distinct magnitudes: ties
+        x = rng.integers(-12, 13, shape) * 0.25 * scale
+    with np.errstate(over="ignore"):
+        x = x.astype(np.float32).astype(dtype)
+    for odd in draw(st.lists(st.sampled_from([np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-45, 3e38]), max_size=2)):
+        if x.size:
+            with np.errstate(over="ignore"):
+                x.reshape(-1)[rng.integers(x.size)] = odd
+    return x
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(x=arrays(), data=st.data())
+def test_cpu_handlers_equal_the_numpy_specification(variant, x, data):
+    """G9, A23: every variant, any shape, dtype and value; computed and given amax."""
+    flags = VARIANTS[variant]
+    batch_dims = data.draw(st.integers(0, min(2, x.ndim - 1)))
+    compute = data.draw(st.sampled_from([None, "bfloat16"])) if x.dtype == np.float32 else None
+    call = dict(flags, batch_dims=batch_dims, dtype=compute)
+    specification = partial(fp4.quantize_transpose, x, implementation="reference")
+    handler = partial(fp4.quantize_transpose, jnp.asarray(x), implementation="cpu")
+    want = specification(**call)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(want))
+    for got, expected in zip(handler(**call), want, strict=True):
+        assert_same(got, expected, variant)
+    factor = np.float32(data.draw(st.sampled_from([0.25, 1, 3])))
+    with np.errstate(over="ignore"):
+        amaxes = tuple(np.asarray(q.amax * factor, np.float32) for q in want)
+    for got, expected in zip(handler(**call, amax=amaxes), specification(**call, amax=amaxes), strict=True):
+        assert_same(got, expected, f"{variant}, given amax")
+    for axis in (-1, 0):
+        if axis == 0 or not flags.get("hadamard"):
+            assert_same(fp4.quantize(x, **call, axis=axis, implementation="cpu"), want[axis + 1], f"{variant}, axis={axis} alone")
+    for q in want:
+        if not q.hadamard:
+            dtype = data.draw(st.sampled_from(DTYPES))
+            with np.errstate(all="ignore"):
+                expected = np.asarray(fp4.dequantize(q, dtype, implementation="reference"))
+            got = np.asarray(fp4.dequantize(jax.tree.map(jnp.asarray, q), dtype, implementation="cpu"))
+            assert got.dtype == expected.dtype
+            np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("path", golden_files("nvfp4_*"), ids=lambda p: p.stem)
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_golden_files(path, implementation):
+    file = load(path)
+    x, cfg = file["x"], file["cfg"]
+    four = fp4.FourOverSix(cfg.get("e4m3", 256), cfg.get("mode", "MAE")) if cfg.get("f46") else None
+    flags = dict(block=tuple(cfg["tile"]), row_scaled=cfg.get("row_scaled", False), four_over_six=four)
+    if cfg.get("rht"):
+        assert cfg["sign"]
+        flags["hadamard"] = True
+    pair = fp4.quantize_transpose(x, **flags, implementation=implementation)
+    for q, suffix in zip(pair, ("", "_t"), strict=True):
+        if f"data{suffix}" in file:
+            same_codes(q.codes, file[f"data{suffix}"])
+            np.testing.assert_array_equal(bits(q.block_scale), file[f"scale{suffix}"])
+            np.testing.assert_array_equal(bits(q.amax).reshape(-1), bits(file[f"amax{suffix}"]))
+    got = np.asarray(fp4.dequantize(pair[0], np.float32, implementation=implementation))
+    np.testing.assert_array_equal(got, file["dequant"])
+
+
+def same_codes(got, want):
+    """The golden files have no negative zero: code 8 counts as 0."""
+    unsigned = lambda codes: np.where(codes == 8, 0, codes)  # noqa: E731
+    got, want = np.asarray(got), np.asarray(want)
+    for shift in (0, 4):
+        np.testing.assert_array_equal(unsigned(got >> shift & 15), unsigned(want >> shift & 15))
+
+
+@pytest.mark.parametrize("path", golden_files("gemm_*"), ids=lambda p: p.stem)
+def test_golden_products(path):
+    """Codes and scales of the three operands bit for bit; the three products within their bound."""
+    file = load(path)
+    cfg = file["cfg"]
+    pairs = {}
+    for name in ("x", "w", "dy"):
+        c = cfg[name]
+        four = fp4.FourOverSix(c.get("e4m3", 256), c.get("mode", "MAE")) if c.get("f46") else None
+        flags = dict(block=tuple(c["tile"]), row_scaled=c.get("row_scaled", False), hadamard=c.get("rht", False))
+        array = jnp.asarray(file[name], jnp.bfloat16)
+        pairs[name] = fp4.quantize_transpose(array, **flags, four_over_six=four)
+        for q, suffix in zip(pairs[name], ("", "_t"), strict=True):
+            same_codes(q.codes, file[f"{name}_data{suffix}"])
+            np.testing.assert_array_equal(bits(q.block_scale), file[f"{name}_scale{suffix}"])
+            np.testing.assert_array_equal(bits(q.amax).reshape(-1), bits(file[f"{name}_amax{suffix}"]))
+    (x, x_t), (w, w_t), (dy, dy_t) = pairs["x"], pairs["w"], pairs["dy"]  # w is [n, k] there
+    products = {"y": (x, w.mT), "dx": (dy, w_t), "dw": (dy_t.mT, x_t)}
+    for name, (lhs, rhs) in products.items():
+        for dtype, suffix, tolerance in ((jnp.float32, "f32", 1e-6), (jnp.bfloat16, "bf16", 2**-8)):
+            got = np.asarray(fp4.matmul(lhs, rhs, preferred_element_type=dtype), np.float64)
+            want = file[f"{name}_{suffix}"].astype(np.float64)
+            assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want), name
+
+
+# --- values (faults.md) ---
+
+
+@pytest.mark.core
+def test_scale_underflow():
+    """A1: a zero block is exactly 0, a tiny block underflows to 0, nothing is NaN."""
+    x = np.zeros((16, 64), np.float32)
+    x[:, :16], x[:, 32:48] = 1, 1e-7
+    got = np.asarray(fp4.dequantize(fp4.quantize(jnp.asarray(x, jnp.bfloat16)), jnp.float32))
+    assert not got[:, 16:].any() and (got[:, :16] == 1).all()
+
+
+def test_one_level_scaling():
+    """A18."""
+    x = jax.random.normal(KEY, (64, 64))
+    error = lambda x: float(jnp.linalg.norm(fp4.dequantize(fp4.quantize(x)) - x) / jnp.linalg.norm(x))  # noqa: E731
+    assert abs(error(x) - error(x * 2**-20)) < 1e-6
+    assert 0.05 < error(x) < 0.15
+
+
+def test_scale_candidate_above_the_e4m3_range():
+    """A19: the given amax is too small, so the scale candidate passes 448."""
+    q = fp4.quantize(jnp.full((1, 16), 470.0), amax=np.float32(448))
+    assert (bits(q.block_scale) == 0x7E).all() and (np.asarray(q.codes) == 0x77).all()
+    decoded = np.asarray(fp4.dequantize(q))
+    assert np.isfinite(decoded).all()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_a_non_finite_element_makes_its_block_nan(odd, implementation):
+    """A26."""
+    x = np.ones((4, 64), np.float32)
+    x[0, 3] = odd
+    q = fp4.quantize(jnp.asarray(x), implementation=implementation)
+    got = np.asarray(fp4.dequantize(q, implementation=implementation))
+    assert np.isnan(got[0, :16]).all() and np.isfinite(got[0, 16:]).all() and np.isfinite(got[1:]).all()
+    assert bits(q.amax) == (0x7FC00000 if np.isnan(odd) else 0x7F800000)
+    y = np.asarray(fp4.matmul(q, fp4.quantize(jnp.ones((64, 16)), axis=0)))
+    assert np.isnan(y[0]).all() and np.isfinite(y[1:]).all()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_stochastic_rounding_is_unbiased(implementation):
+    """B1: the mean over 4096 keys is x within 3 sigma; both implementations draw the same bits."""
+    x = jnp.linspace(-5.9, 5.9, 32, dtype=jnp.float32).reshape(2, 16)
+    amax = np.float32(6 * 448)  # block scales 1 for a block maximum of 6
+    x = x.at[:, 0].set(6.0)
+    keys = jax.random.split(KEY, 4096)
+    draw = lambda key: fp4.dequantize(  # noqa: E731
+        fp4.quantize(x, key=key, amax=amax, implementation=implementation), implementation=implementation
+    )
+    values = np.asarray(jax.jit(jax.vmap(draw))(keys), np.float64)
+    sigma = values.std(0) / 64
+    # Random bytes are a 256th of a step: the law is exact to half of that.
+    assert (np.abs(values.mean(0) - np.asarray(x)) <= 3 * sigma + 2 / 512).all()
+    assert_same(fp4.quantize(x, key=KEY), fp4.quantize(x, key=KEY, implementation="reference"))
+
+
+def test_keys_of_any_implementation_and_form():
+    x = jax.random.normal(KEY, (16, 32))
+    assert_same(fp4.quantize(x, key=KEY), fp4.quantize(x, key=jax.random.key_data(KEY)))
+    rbg = jax.random.key(3, impl="rbg")
+    assert_same(fp4.quantize(x, key=rbg), fp4.quantize(x, key=jax.random.bits(rbg, (2,), "uint32")))
+    assert not np.array_equal(fp4.quantize(x, key=KEY).codes, fp4.quantize(x, key=jax.random.fold_in(KEY, 1)).codes)
+    batch = fp4.quantize(jnp.stack([x, x]), key=KEY, batch_dims=1)  # one key, the same draws
+    np.testing.assert_array_equal(batch.codes[0], batch.codes[1])
+
+
+def test_doubled_amax_doubles_the_product():
+    """A16."""
+    q = fp4.quantize(jax.random.normal(KEY, (32, 64)))
+    w = fp4.quantize(jax.random.normal(KEY, (64, 16)), axis=0)
+    doubled = jax.tree.map(lambda leaf: leaf * 2 if leaf is q.amax else leaf, q)
+    np.testing.assert_array_equal(2 * fp4.matmul(q, w), fp4.matmul(doubled, w))
+
+
+# --- products ---
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("m", "k", "n"), [(5, 48, 7), (64, 1024, 32), (16, 8192, 16), (1, 16, 1), (33, 130, 17)])
+@pytest.mark.parametrize("variant", ["plain", "row_scaled", "four_over_six"])
+def test_product_error(m, k, n, variant):
+    """Relative Frobenius error against a float64 product of the dequantized operands, float32 output: 1e-6 on CPU."""
+    flags = VARIANTS[variant]
+    lhs = fp4.quantize(jax.random.normal(KEY, (m, k)), **flags)
+    rhs = fp4.quantize(jax.random.normal(jax.random.key(1), (k, n)), axis=0)
+    exact = partial(fp4.dequantize, dtype=jnp.float32)
+    want = np.asarray(exact(lhs), np.float64) @ np.asarray(exact(rhs), np.float64)
+    got = np.asarray(fp4.matmul(lhs, rhs), np.float64)
+    assert np.linalg.norm(got - want) <= 1e-6 * np.linalg.norm(want)
+    narrow = np.asarray(fp4.matmul(lhs, rhs, preferred_element_type=jnp.bfloat16), np.float64)
+    assert (np.abs(narrow - want) <= 2**-8 * np.abs(want) + 1e-5 * np.abs(want).max()).all()
+
+
+@pytest.mark.parametrize("k", [0, 16])
+def test_empty_products(k):
+    lhs, rhs = fp4.quantize(jnp.ones((3, k))), fp4.quantize(jnp.ones((k, 2)), axis=0)
+    np.testing.assert_array_equal(fp4.matmul(lhs, rhs), np.full((3, 2), k))
+    assert fp4.matmul(fp4.quantize(jnp.ones((0, 16))), fp4.quantize(jnp.ones((16, 2)), axis=0)).shape == (0, 2)
+
+
+def test_mixed_and_batched_products():
+    x, w = jax.random.normal(KEY, (3, 8, 32)), jax.random.normal(KEY, (3, 32, 16))
+    qx, qw = fp4.quantize(x, batch_dims=1), fp4.quantize(w, axis=0, batch_dims=1)
+    got = fp4.matmul(qx, qw)
+    for i in range(3):
+        one = fp4.matmul(fp4.quantize(x[i]), fp4.quantize(w[i], axis=0))
+        np.testing.assert_array_equal(got[i], one)
+    np.testing.assert_allclose(fp4.matmul(x, qw), x @ fp4.dequantize(qw), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(fp4.matmul(qx, w), fp4.dequantize(qx) @ w, rtol=1e-5, atol=1e-5)
+    shared = fp4.matmul(fp4.quantize(x), fp4.quantize(w[0], axis=0))
+    np.testing.assert_allclose(shared, fp4.dequantize(fp4.quantize(x)) @ fp4.dequantize(fp4.quantize(w[0], axis=0)), rtol=1e-5, atol=1e-5)
+
+
+def test_transposes_are_free_and_meet():
+    x, dy = jax.random.normal(KEY, (40, 32)), jax.random.normal(KEY, (40, 16))
+    w = jax.random.normal(KEY, (32, 16))
+    dx = fp4.matmul(fp4.quantize(dy), fp4.quantize(w).mT)
+    dw = fp4.matmul(fp4.quantize(x, axis=0).mT, fp4.quantize(dy, axis=0))
+    assert dx.shape == (40, 32) and dw.shape == (32, 16)
+    q = fp4.quantize(w)
+    assert q.mT.shape == (16, 32) and q.mT.codes is q.codes and q.mT.mT.axis == q.axis
+
+
+# --- transformations ---
+
+
+@pytest.mark.core
+def test_vmap_lowers_to_one_custom_call_and_no_loop():
+    x = jax.random.normal(KEY, (2, 3, 16, 32))
+    f = jax.vmap(jax.vmap(lambda x: fp4.quantize_transpose(x, hadamard=True, key=KEY)))
+    text = jax.jit(f).lower(x).compile().as_text()
+    assert text.count('custom_call_target="jax_fp4_quantize_transpose"') == 1 and "while" not in text
+    for got, want in zip(f(x), fp4.quantize_transpose(x, hadamard=True, key=KEY, batch_dims=2), strict=True):
+        np.testing.assert_array_equal(got.codes, want.codes)
+        np.testing.assert_array_equal(got.amax, want.amax)
+
+
+def test_poisoned_outputs():
+    """A6: fresh memory is filled with 0x7F by the allocator; every byte of the outputs is still the specification's."""
+    script = """
+import numpy as np, jax, jax.numpy as jnp, jax_fp4 as fp4
+probe = np.empty(1 << 16, np.uint8)
+assert (probe == 0x7F).mean() > 0.99, "the allocator does not poison"
+key = jax.random.key(0)
+for flags in ({}, dict(block=(16, 16)), dict(hadamard=True, key=key), dict(row_scaled=True)):
+    for shape in ((5, 48), (5, 50), (17, 33), (300, 200)):
+        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        for got, want in zip(fp4.quantize_transpose(jnp.asarray(x), **flags), fp4.quantize_transpose(x, **flags, implementation="reference")):
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+                assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+print("same bits")
+"""
+    environment = dict(os.environ, MALLOC_PERTURB_=str(0xFF ^ 0x7F))
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "same bits" in done.stdout, done.stderr
+
+
+def test_lowering_elsewhere_uses_the_reference_unless_refused():
+    x = jnp.ones((16, 16))
+    lower = lambda f: jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()  # noqa: E731
+    assert "jax_fp4_quantize" not in lower(lambda x: fp4.quantize(x).codes)
+    with pytest.raises(fp4.UnsupportedError, match=r"quantize: platform is cuda; needs cpu because .*'cpu' runs on CPU"):
+        lower(lambda x: fp4.quantize(x, implementation="cpu").codes)
+    with fp4.strict(), pytest.raises(fp4.UnsupportedError, match=r"quantize: platform is cuda; .*strict"):
+        lower(lambda x: fp4.quantize(x).codes)
+    assert fp4.supported("quantize", "cpu") and not fp4.supported("quantize", "cuda")
+
+
+def test_strict_refuses_padding():
+    with fp4.strict():
+        with pytest.raises(fp4.UnsupportedError, match="extent 50 along axis -1; needs a multiple of 16"):
+            fp4.quantize(jnp.ones((16, 50)))
+        fp4.quantize(jnp.ones((16, 64)))
+
+
+@pytest.mark.parametrize("implementation", [None, "cpu", "reference"])
+def test_differentiation_is_refused(implementation):
+    """D4: packed codes carry no gradient, and zeros would go unnoticed."""
+    f = lambda x: fp4.dequantize(fp4.quantize(x, implementation=implementation)).sum()  # noqa: E731
+    with pytest.raises(fp4.UnsupportedError, match="quantize: x is differentiated"):
+        jax.grad(f)(jnp.ones((16, 16)))
+    jax.grad(lambda x: (x * f(jax.lax.stop_gradient(x))).sum())(jnp.ones((16, 16)))
+
+
+# --- bad input ---
+
+ONES = jnp.ones((16, 32))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: fp4.quantize(np.ones((4, 16))), TypeError, "quantize: x is an array of float64"),
+        (lambda: fp4.quantize(jnp.ones((4, 16), jnp.int32)), TypeError, "x is an array of int32"),
+        (lambda: fp4.quantize(jnp.ones((4, 16), jnp.complex64)), TypeError, "x is an array of complex64"),
+        (lambda: fp4.quantize(jnp.float32(3)), ValueError, "x is a scalar"),
+        (lambda: fp4.quantize([1.0]), TypeError, "x is a list"),
+        (lambda: fp4.quantize(ONES, "mxfp8"), ValueError, "format is 'mxfp8'"),
+        (lambda: fp4.quantize(ONES, axis=1), ValueError, r"axis is 1; needs one of \(-1, 0\)"),
+        (lambda: fp4.quantize(ONES, block=(1, 32)), ValueError, r"block is \(1, 32\)"),
+        (lambda: fp4.quantize(ONES, row_scaled=1), ValueError, "row_scaled is 1"),
+        (lambda: fp4.quantize(ONES, hadamard=True), ValueError, "hadamard is True with axis=-1; needs axis=0"),
+        (lambda: fp4.quantize(ONES, axis=0, hadamard=True, row_scaled=True), ValueError, "row_scaled=True is together with hadamard"),
+        (lambda: fp4.quantize(ONES, block=(16, 16), row_scaled=True), ValueError, "together with block"),
+        (lambda: fp4.quantize(ONES, key=KEY, row_scaled=True), ValueError, "together with a key"),
+        (lambda: fp4.quantize(ONES, axis=0, hadamard=True, block=(16, 16)), ValueError, "together with block"),
+        (lambda: fp4.quantize(ONES, key=KEY, four_over_six=fp4.FourOverSix()), ValueError, "four_over_six is together with a key"),
+        (lambda: fp4.quantize(ONES, four_over_six=True), TypeError, "four_over_six is True; needs a FourOverSix"),
+        (lambda: fp4.quantize(ONES, amax=np.float32(-1)), ValueError, "amax is negative"),
+        (lambda: fp4.quantize(ONES, amax=np.ones(3, np.float32)), ValueError, r"amax is float32 \(3,\); needs float32 \(\)"),
+        (lambda: fp4.quantize(ONES, amax=np.float32(1), row_scaled=True), ValueError, r"needs float32 \(16,\)"),
+        (lambda: fp4.quantize(ONES, amax=np.float64(1)), ValueError, "amax is float64"),
+        (lambda: fp4.quantize_transpose(ONES, amax=np.float32(1), hadamard=True), ValueError, "amax is one array; needs a pair"),
+        (lambda: fp4.quantize(ONES, batch_dims=2), ValueError, "batch_dims is 2; needs 0 to 1"),
+        (lambda: fp4.quantize(ONES, key=jnp.ones(3)), TypeError, r"key is float32 \(3,\)"),
+        (lambda: fp4.quantize(ONES, implementation="gpu"), ValueError, "implementation is 'gpu'"),
+        (lambda: fp4.quantize(ONES, implementation="cuda"), fp4.UnsupportedError, "implementation is 'cuda'"),
+        (lambda: fp4.quantize(ONES, dtype=jnp.int8), TypeError, "dtype is int8"),
+        (lambda: fp4.dequantize(ONES), TypeError, "dequantize: q is a ArrayImpl|dequantize: q is a .*Array"),
+        (lambda: fp4.dequantize(fp4.quantize(ONES, axis=0, hadamard=True)), ValueError, "q.hadamard is True"),
+        (lambda: fp4.dequantize(fp4.quantize(ONES), jnp.int8), TypeError, "dtype is int8"),
+        (lambda: fp4.matmul(fp4.quantize(ONES), fp4.quantize(ONES, axis=0)), ValueError, "needs 32 rows"),
+        (lambda: fp4.matmul(fp4.quantize(ONES, axis=0), ONES), ValueError, "lhs is blocked along axis 0; needs axis=-1"),
+        (lambda: fp4.matmul(fp4.quantize(ONES), fp4.quantize(ONES.T)), ValueError, "rhs is blocked along axis -1"),
+        (lambda: fp4.matmul(fp4.quantize(ONES, axis=0, hadamard=True).mT, fp4.quantize(ONES, axis=0)), ValueError, "both or neither"),
+        (lambda: fp4.matmul(ONES.astype(int), ONES), TypeError, "lhs is int32"),
+        (lambda: fp4.matmul(ONES[0], ONES), ValueError, "two axes"),
+        (lambda: np.asarray(fp4.quantize(ONES)), TypeError, "never turns into one silently"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, error, says):
+    """E12."""
+    with pytest.raises(error, match=says) as caught:
+        call()
+    assert "; needs " in str(caught.value) and " Try " in str(caught.value)
+
+
+def test_a_traced_negative_amax_is_refused_by_the_handler():
+    with pytest.raises(Exception, match="quantize: amax"):
+        jax.block_until_ready(jax.jit(lambda a: fp4.quantize(ONES, amax=a).codes)(np.float32(-1)))
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**31))
+def test_axis_zero_is_the_transpose_quantized_along_rows(seed):
+    """numerics 1.3."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal((rng.integers(1, 70), rng.integers(1, 70))), jnp.bfloat16)
+    for flags in ({}, dict(row_scaled=True), dict(block=(16, 16))):
+        run = partial(fp4.quantize, implementation="cpu", **flags)
+        column, row = run(x, axis=0), run(x.T)
+        np.testing.assert_array_equal(column.codes, row.codes)
+        np.testing.assert_array_equal(bits(column.block_scale), bits(row.block_scale))
+        np.testing.assert_array_equal(column.amax, row.amax)

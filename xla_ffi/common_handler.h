@@ -1,0 +1,69 @@
+// What the handlers share: checks that guard memory, and the translation of attributes. A handler
+// reads and writes only what a check has measured, so a wrong call is an error and never a crash.
+#ifndef JAX_FP4_XLA_FFI_COMMON_HANDLER_H_
+#define JAX_FP4_XLA_FFI_COMMON_HANDLER_H_
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "cpu/kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fp4 {
+
+namespace ffi = xla::ffi;
+
+// The first complaint about a call of `op`; later ones are dropped.
+class Checks {
+ public:
+  explicit Checks(const char* op) : op_(op) {}
+
+  bool ok() const { return text_.empty(); }
+  ffi::Error error() const;
+
+  // Complains unless the condition holds: "<op>: <what>".
+  void require(bool condition, const std::string& what);
+
+  // `buffer` must be `dtype` [*batch, *tail], where the leading dimensions of `batch` count.
+  void shape(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
+             ffi::Span<const int64_t> batch, std::initializer_list<int64_t> tail);
+
+  // No element of a given amax may be negative; NaN may.
+  void not_negative(const char* name, const ffi::AnyBuffer& amax);
+
+  // The dtype of values, or a complaint.
+  DType dtype(const char* name, const ffi::AnyBuffer& buffer);
+
+ private:
+  const char* op_;
+  std::string text_;
+};
+
+// The attributes of quantize and quantize_transpose, as they arrive.
+struct QuantizeAttributes {
+  int32_t tile;
+  bool row_scaled;
+  bool hadamard;
+  int32_t four_over_six;
+  int32_t bound;
+  int32_t compute;
+  int64_t m_total, k_total;
+  bool given_amax;
+};
+
+// x [*B, m, k] and seed [*B, 4] or [*B, 0] with their attributes; complains about what no kernel
+// defines. `batch` receives B. The stored forms are left unwanted.
+QuantizeProblem quantize_problem(Checks& checks, const ffi::AnyBuffer& x,
+                                 const ffi::AnyBuffer& seed, const QuantizeAttributes& attributes,
+                                 ffi::Span<const int64_t>& batch);
+
+// One stored form of the problem, its amax operand checked.
+StoredForm stored_form(Checks& checks, const QuantizeProblem& problem,
+                       const QuantizeAttributes& attributes, ffi::Span<const int64_t> batch,
+                       bool along_k, const char* suffix, const ffi::AnyBuffer& given,
+                       ffi::AnyBuffer codes, ffi::AnyBuffer block_scale, ffi::AnyBuffer amax);
+
+}  // namespace jax_fp4
+
+#endif  // JAX_FP4_XLA_FFI_COMMON_HANDLER_H_

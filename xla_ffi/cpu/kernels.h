@@ -1,0 +1,81 @@
+// What the CPU kernels are asked to do, in plain structs, and the table that one instruction set
+// offers. No XLA, no Python, no inline code: this header is seen by translation units that are
+// compiled for different instruction sets.
+#ifndef JAX_FP4_XLA_FFI_CPU_KERNELS_H_
+#define JAX_FP4_XLA_FFI_CPU_KERNELS_H_
+
+#include <stdint.h>
+
+namespace jax_fp4 {
+
+enum class ErrorNorm : int32_t;
+enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+// One stored form of x. codes [batch, rows, blocks * 8], block_scale [batch, rows, blocks].
+struct StoredForm {
+  bool wanted;
+  bool hadamard;
+  ErrorNorm four_over_six;
+  int32_t bound;
+  uint8_t* codes;
+  uint8_t* block_scale;
+  float* amax;  // [batch], or [batch, rows] under row scaling
+};
+
+// x [batch, m, k], dense. The amaxes are known when a quantize item runs.
+struct QuantizeProblem {
+  const void* x;
+  DType x_dtype;
+  DType compute;  // x is rounded to it first
+  int64_t batch, m, k;
+  int64_t m_total, k_total;  // extents of the tensor of which x is a shard
+  int32_t tile;              // rows that share a scale: 1 or 16
+  bool row_scaled;
+  const uint32_t* seed;  // [batch, 4]: key words 0 and 1, m and k origin; null = nearest rounding
+  StoredForm row;        // blocks along k
+  StoredForm column;     // blocks along m, stored transposed
+};
+
+// codes [batch, rows, blocks * 8], block_scale [batch, rows, blocks] -> out [batch, rows, extent].
+struct DequantizeProblem {
+  const uint8_t* codes;
+  const uint8_t* block_scale;
+  const float* amax;  // [batch] or [batch, rows]; null = code times block scale
+  bool row_scaled;
+  int32_t bound;
+  int64_t batch, rows, blocks, extent;
+  void* out;
+  DType out_dtype;
+};
+
+// Work is cut into items that may run in any order and on any thread: every output byte belongs to
+// one item.
+constexpr int64_t kItemBlocks = 2048;  // blocks of an item of the row-wise form alone
+constexpr int64_t kItemRows = 128;     // rows and columns of x in any other item: a column's codes
+constexpr int64_t kItemColumns = 256;  // are then one cache line
+constexpr int64_t kFlatElements = 1 << 16;
+
+// The row-wise form alone needs no tiles of x: its items are runs of kItemBlocks blocks of a batch
+// entry, in memory order. All other items are kItemRows x kItemColumns pieces of x.
+bool quantize_in_block_order(const QuantizeProblem& problem);
+int64_t quantize_items(const QuantizeProblem& problem);
+
+struct Kernels {
+  const char* isa;
+  // The stored forms of items [begin, end), numbered as quantize_items counts.
+  void (*quantize)(const QuantizeProblem& problem, int64_t begin, int64_t end);
+  // Bits of the maximum |x|, rounded to `compute`; NaN wins, as an integer.
+  uint32_t (*amax)(const void* x, DType dtype, DType compute, int64_t count);
+  // The same for each column of x [rows, columns]; columns <= kItemColumns.
+  void (*column_amax)(const void* x, DType dtype, DType compute, int64_t stride, int64_t rows,
+                      int64_t columns, uint32_t* bits);
+  // The same over the Hadamard transform of the columns; rows >= 1, columns as above.
+  uint32_t (*hadamard_amax)(const void* x, DType dtype, DType compute, int64_t stride, int64_t rows,
+                            int64_t columns);
+  // Rows [begin, end) of batch * rows.
+  void (*dequantize)(const DequantizeProblem& problem, int64_t begin, int64_t end);
+};
+
+}  // namespace jax_fp4
+
+#endif  // JAX_FP4_XLA_FFI_CPU_KERNELS_H_
