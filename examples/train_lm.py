@@ -238,8 +238,9 @@ def plot(results: list[Result], orders: list[float], path: Path) -> None:
     axes = figure.subplots()
     for order, loss in enumerate(orders):
         axes.axhline(loss, color="0.6", linewidth=0.9, linestyle=(0, (4, 3)))
-        axes.annotate(f"order-{order} byte model", (1, loss), xycoords=("axes fraction", "data"), xytext=(-4, 3),
-                      textcoords="offset points", ha="right", fontsize=8, color="0.4")  # fmt: skip
+        axes.annotate(
+            f"order-{order}\nbyte model", (1.01, loss), xycoords=("axes fraction", "data"), va="center", fontsize=8
+        )
     for result, color in zip(results, ("black", "#d1495b", "#00798c", "#edae49"), strict=False):
         axes.plot(
             *smooth(result.losses, 20),
@@ -254,7 +255,7 @@ def plot(results: list[Result], orders: list[float], path: Path) -> None:
     )
     axes.set_ylim(top=min(axes.get_ylim()[1], orders[0] * 1.15))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.97))
+    axes.legend(loc="upper right", framealpha=1, edgecolor="none")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

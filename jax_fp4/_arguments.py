@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, UInt32
 
 from jax_fp4._array import QuantizedTensor
@@ -160,7 +161,7 @@ def given_amax(op: str, name: str, amax, tensor: Tensor, q: Quantization, axis: 
                 "amax=None",
             )
         )
-    if not isinstance(amax, jax.core.Tracer) and np.any(np.asarray(amax) < 0):
+    if not isinstance(amax, Tracer) and np.any(np.asarray(amax) < 0):
         raise ValueError(message(op, name, "negative", "values >= 0", "it is an absolute maximum", "jnp.abs(amax)"))
     rows = stored(tensor.x.shape, axis)[0]
     numpy = np if isinstance(tensor.x, np.ndarray) else jnp
@@ -171,7 +172,7 @@ def given_amax(op: str, name: str, amax, tensor: Tensor, q: Quantization, axis: 
     )
 
 
-def seed_words(op: str, key, tensor: Tensor) -> UInt32[Array, "*b 4"] | None:
+def seed_words(op: str, key, tensor: Tensor) -> UInt32[Array, "*b 4"] | UInt32[np.ndarray, "*b 4"] | None:
     """The key's two words and the origin of x in the global tensor, for each batch entry the same."""
     if key is None:
         return None

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax_fp4._arguments import FLOATS, check_float, key_words
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import UnsupportedError, is_strict, message
 from jax_fp4._formats import BLOCK
-from jax_fp4._modes import Kernel, Needs, Residuals
+from jax_fp4._modes import Kernel, Needs, Residuals, is_frozen
 from jax_fp4._ops import matmul, product, refuse_padding
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_choice, resolve, why_unquantized
 
@@ -31,7 +31,7 @@ class _Static(NamedTuple):
 
 
 def dense(
-    x, kernel, bias=None, *, recipe: RecipeChoice | None = None, key=None, preferred_element_type=None
+    x: Any, kernel: Any, bias: Any = None, *, recipe: RecipeChoice | None = None, key=None, preferred_element_type=None
 ) -> Float[Array, "*b n"]:
     """y = x w + b: x [..., k], kernel [k, n], bias [n] -> y [..., n] in x's dtype, which is the compute dtype.
 
@@ -66,7 +66,8 @@ def dense(
         _modes.along_k(kernel).dtype if is_frozen(kernel) else kernel.dtype,
         None if bias is None else bias.dtype,
     )
-    return _dense(rows, kernel, bias, seed, static).reshape(*x.shape[:-1], n)
+    y: Any = _dense(rows, kernel, bias, seed, static)
+    return y.reshape(*x.shape[:-1], n)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -79,7 +80,7 @@ def _forward(x, kernel, bias, seed, static: _Static, needs: Needs) -> tuple[Floa
     return product(qx, qw, static.y_dtype, bias), residuals  # [m,n] = [m,k] @ [k,n]
 
 
-def _dense_fwd(x, kernel, bias, seed, static: _Static):
+def _dense_fwd(x: Any, kernel: Any, bias, seed, static: _Static):
     """Residuals for what is differentiated, and the errors that only differentiation can make."""
     if is_frozen(kernel):
         _refuse_perturbed(kernel)
@@ -94,7 +95,7 @@ def _dense_fwd(x, kernel, bias, seed, static: _Static):
                 None,
                 "a JAX key where the layer is differentiated",
                 "backward_mode='default' rounds dy stochastically",
-                "key=jax.random.key(0) (linen: rngs={'sr': key}; nnx: nnx.Rngs(0, sr=1), nnx.jit and nnx.grad in place of "
+                "key=jax.random.key(0) (linen: rngs={'sr': key}; nnx: nnx.Rngs(0, sr=1), nnx.jit and nnx.grad for "
                 "jax's, nnx.merge(..., copy=True)), stochastic_rounding=False, or backward_mode='unquant'",
             )
         )
@@ -128,10 +129,6 @@ def _high_precision(x, kernel, bias, y_dtype):
     return y if bias is None else y + bias.astype(y_dtype)
 
 
-def is_frozen(kernel) -> bool:
-    return isinstance(kernel, QuantizedTensor | tuple)
-
-
 def _is_primal(leaf) -> bool:
     return hasattr(leaf, "perturbed")
 
@@ -154,7 +151,7 @@ def _refuse_perturbed(kernel) -> None:
 # --- checks ---
 
 
-def _check(op: str, x, kernel, bias) -> None:
+def _check(op: str, x, kernel: Any, bias) -> None:
     check_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(message(op, "x", "a scalar", "[..., k]", "its last axis is contracted", "x[None]"))

@@ -31,8 +31,8 @@ class DotGeneral:
         (`jax.random.fold_in(key, step)`), or use `jax_fp4.linen.DotGeneral`, which draws from a stream.
 
     Contracted axes are blocked in the order in which dimension_numbers names them; each batch entry has amaxes of its
-    own. lhs and rhs of two dtypes promote as in `jax.lax.dot_general`; preferred_element_type is the dtype of the result
-    and rounds the float32 sum once. `precision` says nothing about a quantized product, whose operands are exact and
+    own. lhs and rhs of two dtypes promote as in `jax.lax.dot_general`; preferred_element_type is the result's dtype,
+    rounded once from the float32 sum. `precision` says nothing about a quantized product, whose operands are exact and
     whose sum is float32: it is accepted and counts where nothing is quantized. Raises UnsupportedError for out_sharding
     with a recipe, TypeError for operands that are not float32, bfloat16 or float16, and what `dense` raises.
 
@@ -93,7 +93,7 @@ def contract(
 ) -> Float[Array, "..."]:
     """`dense` over any axes: x and kernel as `lax.dot_general` takes them, bias [*batch, *out] or None.
 
-    Returns y [*batch, *rows, *out], computed in x's dtype. Raises lax.dot_general's own errors where the axes do not fit.
+    Returns y [*batch, *rows, *out], computed in x's dtype. Raises lax.dot_general's own errors where axes do not fit.
     """
     (x_in, kernel_in), (x_batch, kernel_batch) = dimension_numbers
     # Also the check of every axis: below they are flattened, [2, 3] against [3, 2] would go unnoticed.
@@ -122,7 +122,7 @@ def _others(ndim: int, *taken: Axes) -> list[int]:
 
 
 def check_layer(layer, recipe: object, **products) -> None:
-    """What can be refused when a layer is made: a recipe that is none, or a recipe beside a product of the user's own."""
+    """What can be refused when a layer is made: what is no recipe, and a recipe beside a product of the user's own."""
     op = type(layer).__name__
     check_recipe(op, recipe)
     own = own_product(**products)
@@ -169,13 +169,11 @@ def layer_product(layer, operands, promoted, default_promote, axis: Axes, batch_
     out = getattr(layer, "preferred_element_type", None)  # nnx only
     if out is not None and bias is not None:
         out = jnp.promote_types(out, x.dtype)  # as Flax, which adds a bias of the compute dtype
-    return contract(
-        x, kernel, bias, _dimension_numbers(x.ndim, axis, batch_axis), preferred_element_type=out, **how
-    )
+    return contract(x, kernel, bias, _dimension_numbers(x.ndim, axis, batch_axis), preferred_element_type=out, **how)
 
 
 def _dimension_numbers(ndim: int, axis: Axes, batch_axis: Axes) -> DimensionNumbers:
-    """Of a Flax kernel [*batch, *in, *out]. Flax contracts the axes of x in increasing order, however they are given."""
+    """Of a kernel [*batch, *in, *out]. Flax contracts the axes of x in increasing order, however they are given."""
     contracted, batch = (tuple(sorted(a if a >= 0 else ndim + a for a in axes)) for axes in (axis, batch_axis))
     first = len(batch)
     return (contracted, tuple(range(first, first + len(contracted)))), (batch, tuple(range(first)))

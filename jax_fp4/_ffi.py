@@ -6,6 +6,7 @@ The only file that spells a target. The wrappers take what the functions of `ref
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float, UInt32
@@ -100,7 +101,7 @@ _refuse_p.multiple_results = True
 
 @_refuse_p.def_abstract_eval
 def _(*_, results, text):
-    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in results]
+    return [ShapedArray(shape, dtype) for shape, dtype in results]
 
 
 def _refuse_lowering(context, *_, results, text):

@@ -1,7 +1,7 @@
 """What each backward mode multiplies and keeps: the table of the numerics page, section 4, as code."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,6 @@ from jax_fp4._errors import message
 from jax_fp4._formats import BLOCK, PACK, padded
 from jax_fp4._ops import decode, product, quantize, quantize_transpose
 from jax_fp4._recipe import BackwardMode, Recipe
-
-T = TypeVar("T")
 
 # A frozen kernel: blocked along k, or (blocked along n, blocked along k) as quantize_transpose returns it.
 FrozenKernel = QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]
@@ -36,7 +34,7 @@ class Needs(NamedTuple):
     kernel: bool
 
 
-def keep(needed: bool, make: Callable[[], T]) -> T:
+def keep(needed: bool, make: Callable[[], Any]) -> Any:
     """make(), or the same tree of empty arrays. JAX keeps one residual tree for each traced function, so a tree that
     varied with what is differentiated would give silent wrong gradients."""
     if needed:
@@ -49,56 +47,55 @@ def is_kept(part) -> bool:
     return jax.tree.leaves(part)[0].shape != (0,)
 
 
-def quantize_x(x: Float[Array, "m k"], recipe: Recipe, both: bool) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-    """Q(x) row-wise for the forward and, in the same pass, column-wise for the default weight gradient."""
+class Planes(NamedTuple):
+    """An operand for the forward and, only in the default mode and where it is needed, for the backward."""
+
+    forward: QuantizedTensor
+    backward: QuantizedTensor | None = None
+
+
+def planes_of_x(x: Float[Array, "m k"], recipe: Recipe, both: bool) -> Planes:
+    """Q(x) row-wise and, in the same pass, column-wise for the default weight gradient."""
     flags: dict[str, Any] = dict(
         row_scaled=recipe.row_scaled_activation, four_over_six=recipe.four_over_six_of("activations")
     )
-    if both:
-        return quantize_transpose(x, hadamard=recipe.hadamard, **flags)
-    return quantize(x, **flags), None
+    return Planes(*quantize_transpose(x, hadamard=recipe.hadamard, **flags)) if both else Planes(quantize(x, **flags))
 
 
-def quantize_kernel(w: Float[Array, "k n"], recipe: Recipe, dtype, both: bool):
-    """Q(w) blocked along k for the forward and along n for the default input gradient. float32 master weights are
-    rounded to the compute dtype on the way."""
+def planes_of_kernel(kernel: Any, recipe: Recipe, dtype, both: bool) -> Planes:
+    """Q(w) blocked along k and, in the same pass, along n for the default input gradient. float32 master weights are
+    rounded to the compute dtype on the way; a frozen kernel is what it is."""
+    if is_frozen(kernel):
+        return Planes(along_k(kernel), along_n("dense", kernel) if both else None)
     flags: dict[str, Any] = dict(
         block=(BLOCK, BLOCK) if recipe.two_dimensional_weights else (1, BLOCK),
         four_over_six=recipe.four_over_six_of("weights"),
         dtype=dtype,
     )
-    if both:
-        along_n, along_k = quantize_transpose(w, **flags)
-        return along_k, along_n
-    return quantize(w, axis=0, **flags), None
+    return Planes(*reversed(quantize_transpose(kernel, **flags))) if both else Planes(quantize(kernel, axis=0, **flags))
 
 
-def forward(
-    x, kernel: Kernel, seed, recipe: Recipe, needs: Needs
-) -> tuple[QuantizedTensor, QuantizedTensor, Residuals]:
+def forward(x, kernel: Any, seed, recipe: Recipe, needs: Needs) -> tuple[QuantizedTensor, QuantizedTensor, Residuals]:
     """The operands of y = x w, and what the backward will read."""
     mode = recipe.mode
     default = mode is BackwardMode.DEFAULT
-    qx, qx_along_m = quantize_x(x, recipe, both=default and needs.kernel)
-    if isinstance(kernel, QuantizedTensor | tuple):
-        qw = along_k(kernel)
-        qw_along_n = along_n("dense", kernel) if default and needs.x else None
-    else:
-        qw, qw_along_n = quantize_kernel(kernel, recipe, x.dtype, both=default and needs.x)
+    qx = planes_of_x(x, recipe, both=default and needs.kernel)
+    qw = planes_of_kernel(kernel, recipe, x.dtype, both=default and needs.x)
     match mode:
         case BackwardMode.DEFAULT:
-            for_dw = keep(needs.kernel, lambda: qx_along_m or quantize_x(x, recipe, both=True)[1])
-            for_dx = keep(needs.x, lambda: qw_along_n or _plane_along_n(kernel, recipe, x.dtype))
+            for_dw = keep(needs.kernel, lambda: qx.backward or planes_of_x(x, recipe, both=True).backward)
+            for_dx = keep(needs.x, lambda: qw.backward or _plane_along_n(kernel, recipe, x.dtype))
         case BackwardMode.UNQUANT:
             for_dw = keep(needs.kernel, lambda: x)
             # Not its cast to the compute dtype: the parameter is alive anyway, a cast would be a copy.
-            for_dx = keep(needs.x, lambda: qw if isinstance(kernel, QuantizedTensor | tuple) else kernel)
+            for_dx = keep(needs.x, lambda: qw.forward if is_frozen(kernel) else kernel)
         case BackwardMode.DEQUANT:
-            for_dw = keep(needs.kernel, lambda: qx)
-            for_dx = keep(needs.x, lambda: qw)
+            for_dw = keep(needs.kernel, lambda: qx.forward)
+            for_dx = keep(needs.x, lambda: qw.forward)
         case _:
             assert_never(mode)
-    return qx, qw, Residuals(for_dw, for_dx, jnp.zeros(0, jnp.uint32) if seed is None or not default else seed)
+    seed = seed if default and seed is not None else jnp.zeros(0, jnp.uint32)
+    return qx.forward, qw.forward, Residuals(for_dw, for_dx, seed)
 
 
 def quantize_gradient(dy: Float[Array, "m n"], recipe: Recipe, seed, needs: Needs):
@@ -127,6 +124,10 @@ def weight_gradient(x: Float[Array, "m k"] | QuantizedTensor, dy, dtype) -> Floa
     if isinstance(x, QuantizedTensor) and not isinstance(dy, QuantizedTensor):
         x = decode(x, dy.dtype, x.extent)  # [m,k]: the row-wise form is stored as x is
     return product(x.mT, dy, dtype)  # [k,n] = [k,m] @ [m,n]
+
+
+def is_frozen(kernel: Any) -> bool:
+    return isinstance(kernel, QuantizedTensor | tuple)
 
 
 def along_k(kernel: FrozenKernel) -> QuantizedTensor:
@@ -174,8 +175,8 @@ def transpose_tiles(q: QuantizedTensor) -> QuantizedTensor:
     )
 
 
-def _plane_along_n(kernel: Kernel, recipe: Recipe, dtype) -> QuantizedTensor:
+def _plane_along_n(kernel: Any, recipe: Recipe, dtype) -> QuantizedTensor | None:
     """The n-blocked plane of any kernel; only its shapes are ever asked for here (see `keep`)."""
-    if isinstance(kernel, QuantizedTensor | tuple):
+    if is_frozen(kernel):
         return kernel[0] if isinstance(kernel, tuple) else transpose_tiles(kernel)
-    return quantize_kernel(kernel, recipe, dtype, both=True)[1]
+    return planes_of_kernel(kernel, recipe, dtype, both=True).backward

@@ -109,9 +109,7 @@ class DotGeneral(nn.Module):
         super().__post_init__()
 
     @nn.compact
-    def __call__(
-        self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None
-    ):
+    def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None):
         recipe = resolve("linen.DotGeneral", self.recipe)
         dot_general = _dot_general.DotGeneral(self.recipe, _key(self, recipe))
         with _record.layer("/".join(self.path)):

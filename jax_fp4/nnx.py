@@ -38,8 +38,8 @@ class Linear(nnx.Linear):
     `jax_fp4.dense`: kernel and bias take part in their own dtype (a float32 kernel is rounded inside, its gradient is
     float32), the bias is added in float32, `precision` has no meaning and out_sharding raises UnsupportedError.
 
-    Stochastic rounding of dy takes the `key` of the call, or else draws from `self.sr`, a stream of the layer's own that
-    exists if `rngs` has a stream `sr` or a default one. (The default stream is not advanced: later layers get Flax's
+    Stochastic rounding of dy takes the `key` of the call, or else draws from `self.sr`, a stream of the layer's own,
+    there if `rngs` has a stream `sr` or a default one. (The default stream is not advanced: later layers get Flax's
     initial values.) Where there is no key (no stream, or one of another trace level, as when jax.jit closes over the
     layer) the layer can be evaluated; differentiated, it raises ValueError.
 

@@ -72,8 +72,8 @@ def pinned(x):
 
 def _divided(x, constant: int):
     """fl(x / constant). On jnp the divisor is selected by x, so it is no constant to anybody who compiles."""
-    constant = np.float32(constant)
-    return x / constant if _namespace(x) is np else x / jnp.where(x == x, constant, jnp.float32(np.nan))
+    divisor = np.float32(constant)
+    return x / divisor if _namespace(x) is np else x / jnp.where(x == x, divisor, jnp.float32(np.nan))
 
 
 def _rounded(x, dtype: str):
@@ -231,14 +231,22 @@ def _product64(a, b):
 def philox4x32(key: UInt32[AnyArray, "*key 2"], counter: UInt32[AnyArray, "*s 4"]) -> UInt32[AnyArray, "*s 4"]:
     """Philox4x32 with ten rounds (Salmon et al., 2011). The leading dimensions of the key broadcast."""
     xp = _namespace(key, counter)
-    k0, k1 = key[..., 0], key[..., 1]
-    c0, c1, c2, c3 = (counter[..., i] for i in range(4))
-    for _ in range(10):
-        low0, high0 = _product64(c0, np.uint32(0xD2511F53))
-        low2, high2 = _product64(c2, np.uint32(0xCD9E8D57))
-        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + np.uint32(0x9E3779B9), k1 + np.uint32(0xBB67AE85)
-    return xp.stack([c0, c1, c2, c3], axis=-1)
+
+    def one_round(_, state):
+        c0, c1, c2, c3, k0, k1 = state
+        (low0, high0), (low2, high2) = _product64(c0, np.uint32(0xD2511F53)), _product64(c2, np.uint32(0xCD9E8D57))
+        bump0, bump1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
+        return high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0, k0 + bump0, k1 + bump1
+
+    state = tuple(xp.broadcast_arrays(*(counter[..., i] for i in range(4)), key[..., 0], key[..., 1]))
+    if (
+        xp is jnp
+    ):  # a loop: XLA:CPU of jax 0.10 fuses ten rounds into code that grows exponentially (minutes to compile)
+        state = lax.fori_loop(0, 10, one_round, state)
+    else:
+        for i in range(10):
+            state = one_round(i, state)
+    return xp.stack(state[:4], axis=-1)
 
 
 @exact

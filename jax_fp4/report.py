@@ -35,7 +35,7 @@ class Report:
 
     def __str__(self) -> str:
         shape = "x".join
-        cells = [_HEADER]
+        cells: list[tuple[str, ...]] = [_HEADER]
         for row in self.rows:
             shapes = shape(map(str, row.x_shape)), shape(map(str, row.kernel_shape))
             cells.append((row.layer, row.op, *shapes, row.forward, row.dx, row.dw, row.note))
@@ -64,10 +64,13 @@ def report(fn, *args, **kwargs) -> Report:
 def _row(event: LayerEvent) -> Row:
     name = event.path or event.op
     if event.recipe is None:
-        plain = ("high precision",) * 3
-        return Row(name, event.op, event.x_shape, event.kernel_shape, False, *plain, f"not quantized: {event.reason}")
-    assert isinstance(event.recipe, Recipe)
-    return Row(name, event.op, event.x_shape, event.kernel_shape, True, *_formats(event.recipe), _note(event.recipe))
+        forward = dx = dw = "high precision"
+        note = f"not quantized: {event.reason}"
+    else:
+        assert isinstance(event.recipe, Recipe)
+        forward, dx, dw = _formats(event.recipe)
+        note = _note(event.recipe)
+    return Row(name, event.op, event.x_shape, event.kernel_shape, event.recipe is not None, forward, dx, dw, note)
 
 
 def _formats(recipe: Recipe) -> tuple[str, str, str]:

@@ -289,7 +289,12 @@ FLAGS = [
 def test_every_contraction_length_with_every_flag(settings):
     """B6, C9 (n = 10): forward and backward work and stay near the plain product."""
     for mode in MODES:
-        f = jax.jit(lambda x, w, dy, mode=mode: jax.vjp(lambda *a: fp4.dense(*a, recipe=recipe(mode, **settings), key=KEY), x, w)[1](dy) + (fp4.dense(x, w, recipe=recipe(mode, **settings), key=KEY),))
+        f = jax.jit(
+            lambda x, w, dy, mode=mode: (
+                jax.vjp(lambda *a: fp4.dense(*a, recipe=recipe(mode, **settings), key=KEY), x, w)[1](dy)
+                + (fp4.dense(x, w, recipe=recipe(mode, **settings), key=KEY),)
+            )
+        )
         for k, n in ((16, 16), (48, 10), (96, 32), (112, 16), (192, 48), (448, 16)):
             x, w, _, dy = operands(40, k, n, dtype=jnp.float32)
             dx, dw, y = f(x, w, dy)

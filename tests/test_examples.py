@@ -1,5 +1,6 @@
 """The examples run, at sizes that take seconds, and the byte models they are compared with are right."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 import byte_models
 import jax_fp4 as fp4
+import replace_flax_layers
 import train_lm
 
 EXAMPLES = Path(train_lm.__file__).parent
@@ -153,3 +155,38 @@ def test_residual_bytes_leave_parameters_out():
     kept = train_lm.residual_bytes(model, params, text)
     x = 2 * 8 * 256 * 4
     assert x <= kept < 256 * 256 * 4
+
+
+def test_the_readme_does_what_it_shows(capsys):
+    """Its Python blocks run in order, and the error it quotes is the one raised."""
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert len(blocks) == 4
+    names = {}
+    for block in blocks:
+        exec(block, names)
+    assert "backward_mode=dequant" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="kernel is of shape") as error:
+        fp4.dense(names["x"], names["w"][:100], recipe=names["recipe"])
+    assert str(error.value) in readme
+
+
+@pytest.mark.core
+def test_three_ways_to_replace_flax_layers(capsys):
+    runs = replace_flax_layers.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(runs)
+    assert all("yes" in line for line in lines[1:])
+    for library in ("Linen", "NNX"):
+        flax, unquantized, *quantized = (run for name, run in runs.items() if name.startswith(library))
+        assert unquantized.losses == flax.losses  # bit for bit
+        for run in quantized:
+            assert run.quantized == 2
+            assert run.losses != flax.losses
+            assert run.losses[-1] < 0.7 * run.losses[0]
+            assert run.losses[-1] == pytest.approx(flax.losses[-1], rel=0.2)
+
+
+def test_every_example_is_tested():
+    tested = Path(__file__).read_text()
+    assert [path.stem for path in EXAMPLES.glob("*.py") if path.stem not in tested] == []

@@ -54,5 +54,7 @@ def test_an_instruction_set_exports_its_table_only(compiler, isa, tmp_path):
         pytest.skip(f"{isa} is for x86-64 only")
     obj = tmp_path / "kernels.o"
     run(compiler, *FLAGS, "-O0", "-c", CPP / f"kernels_{isa}.cc", "-o", obj)
-    defined = run("nm", "--defined-only", "--extern-only", "-C", obj).splitlines()
-    assert [line.split(" ", 2)[2] for line in defined] == [f"jax_fp4::kernels_{isa}"]
+    symbols = run("nm", "--defined-only", "--extern-only", "-C", obj).splitlines()
+    names = [line.split(" ", 2)[2] for line in symbols]
+    # DW.ref: the pointer to the exception personality, data that is the same everywhere
+    assert [name for name in names if not name.startswith("DW.ref.")] == [f"jax_fp4::kernels_{isa}"]

@@ -1,6 +1,7 @@
 """Linen layers: Flax's parameters and signatures, dense's bits."""
 
 import inspect
+import math
 from functools import partial
 
 import flax.linen as nn
@@ -24,9 +25,10 @@ def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
-# Jitted, all of it: hundreds of small programs would take longer to compile than what is tested.
-def init(model, x, *more, rngs=KEY):
-    return jax.jit(lambda rngs, x: model.init(rngs, x, *more))(rngs, x)
+def some(model, x, *more):
+    """Variables of the model, of no particular values: initializers take longest to compile."""
+    shapes = jax.eval_shape(lambda rngs, x: model.init(rngs, x, *more), KEY, x)
+    return jax.tree.map(lambda leaf: (normal(leaf.size, *leaf.shape) / 4).astype(leaf.dtype), shapes)
 
 
 def apply(model, variables, x, **kw):
@@ -87,8 +89,8 @@ def test_without_recipe_every_bit_is_flax(name, fields, shape, chosen):
     x = normal(1, *shape)
     flax, ours = getattr(nn, name)(**fields), getattr(linen, name)(**fields, recipe=chosen)
     with fp4.autocast(recipe() if chosen is fp4.HIGH_PRECISION else None):
-        variables = init(ours, x)
-        same_tree(variables, init(flax, x))
+        variables = ours.init(KEY, x)
+        same_tree(variables, flax.init(KEY, x))
         same_tree(value_and_grads(ours, variables, x), value_and_grads(flax, variables, x))
 
 
@@ -120,11 +122,11 @@ class Net(nn.Module):
 def test_tree_values_and_other_streams_do_not_change(streams):
     """G3. Also the dropout mask drawn beside a layer is Flax's."""
     x, rngs = normal(1, 4, 16), {name: jax.random.key(i) for i, name in enumerate(streams)}
-    theirs = init(Net(nn), x, rngs=rngs)
+    theirs = Net(nn).init(rngs, x)
     for fields in ((), (("recipe", recipe("default")),)):
-        same_tree(init(Net(linen, fields), x, rngs=rngs), theirs)
+        same_tree(Net(linen, fields).init(rngs, x), theirs)
     with fp4.autocast(recipe("default")):
-        same_tree(init(Net(linen), x, rngs=rngs), theirs)
+        same_tree(Net(linen).init(rngs, x), theirs)
 
 
 @pytest.mark.parametrize("box", [nn.with_partitioning, nn.with_logical_partitioning])
@@ -136,22 +138,22 @@ def test_metadata_boxes_do_not_change(box):
         kernel_init=box(nn.initializers.lecun_normal(), ("a", "b", "c", None)),
         bias_init=box(nn.initializers.normal(), ("c", None)),
     )
-    theirs = init(nn.DenseGeneral(**fields), x)
+    theirs = nn.DenseGeneral(**fields).init(KEY, x)
     ours = linen.DenseGeneral(**fields, recipe=recipe())
-    variables = init(ours, x)
+    variables = ours.init(KEY, x)
     same_tree(variables, theirs)
-    same_tree(ours.apply(variables, x), ours.apply(nn.unbox(variables), x))
+    same_tree(apply(ours, variables, x), apply(ours, nn.unbox(variables), x))
     fields = dict(features=5, kernel_init=box(nn.initializers.lecun_normal(), ("a", "b")))
-    same_tree(init(linen.Dense(**fields, recipe=recipe()), x), init(nn.Dense(**fields), x))
+    same_tree(linen.Dense(**fields, recipe=recipe()).init(KEY, x), nn.Dense(**fields).init(KEY, x))
 
 
 def test_intermediates_and_scopes_do_not_change():
     x = normal(1, 4, 16)
-    variables = init(Net(nn), x)
+    variables = some(Net(nn), x)
     capture = dict(capture_intermediates=True, mutable=["intermediates"])
-    _, theirs = Net(nn).apply(variables, x, **capture)
+    _, theirs = apply(Net(nn), variables, x, **capture)
     for fields in ((), (("recipe", recipe()),)):
-        _, ours = Net(linen, fields).apply(variables, x, **capture)
+        _, ours = apply(Net(linen, fields), variables, x, **capture)
         assert jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
@@ -163,23 +165,18 @@ def test_intermediates_and_scopes_do_not_change():
 def test_dense_equals_the_function(mode):
     x, chosen = normal(1, 4, 32), recipe(mode)
     model = linen.Dense(10, bias_init=nn.initializers.normal(), recipe=chosen)
-    variables = init(model, x)
+    variables = some(model, x)
 
-    def function(variables, x):
-        return fp4.dense(x, variables["params"]["kernel"], variables["params"]["bias"], recipe=chosen, key=KEY)
+    # The key that the layer draws: only mode default reads it.
+    key = nn.apply(lambda layer: layer.make_rng("sr"), model)(variables, rngs={"sr": KEY})
 
     class Function:
-        apply = staticmethod(function)
+        @staticmethod
+        def apply(variables, x):
+            params = variables["params"]
+            return fp4.dense(x, params["kernel"], params["bias"], recipe=chosen, key=key)
 
-    # With the key that the layer draws: only mode default reads it.
-    key = nn.apply(lambda m: m.make_rng("sr"), model)(variables, rngs={"sr": KEY})
-    Function.apply = staticmethod(
-        lambda v, x: fp4.dense(x, v["params"]["kernel"], v["params"]["bias"], recipe=chosen, key=key)
-    )
-    same_tree(
-        value_and_grads(model, variables, x, rngs={"sr": KEY}),
-        value_and_grads(Function, variables, x),
-    )
+    same_tree(value_and_grads(model, variables, x, rngs={"sr": KEY}), value_and_grads(Function, variables, x))
 
 
 @pytest.mark.parametrize(
@@ -197,26 +194,26 @@ def test_dense_general_is_the_product_of_what_it_quantizes(fields, shape, spec):
     """Against an einsum of dequantized operands: axes, batches, bias; each batch entry quantized alone."""
     x, chosen = normal(1, *shape), recipe(two_dimensional_weights=False)
     model = linen.DenseGeneral(**fields, bias_init=nn.initializers.normal(), recipe=chosen)
-    variables = init(model, x)
-    y = jax.jit(model.apply)(variables, x)
-    params = variables["params"]
+    variables = some(model, x)
+    y = apply(model, variables, x)
     inputs, kernel_axes = spec.split("->")[0].split(",")
     contracted = [a for a in kernel_axes if a in inputs and a not in "gh"]
 
-    def dequantized(value, axes):  # as a matrix [batch, others, contracted]: no tiles, so both operands go row-wise
-        order = [a for a in axes if a in "gh"], [a for a in axes if a not in contracted and a not in "gh"], contracted
-        flat = [axis for part in order for axis in part]
-        sizes = dict(zip(axes, value.shape, strict=True))
-        turned = jnp.einsum(f"{axes}->{''.join(flat)}", value)
-        matrix = turned.reshape(*(int(np.prod([sizes[a] for a in part])) for part in order))
-        values = fp4.dequantize(fp4.quantize(matrix, batch_dims=1)).reshape(turned.shape)
-        return np.einsum(f"{''.join(flat)}->{axes}", np.asarray(values, np.float64))
+    def dequantized(value, axes):
+        """Quantized along the contracted axes as [batch, others, contracted]: there are no tiles, so w goes like x."""
+        batch, others = [a for a in axes if a in "gh"], [a for a in axes if a not in [*contracted, *"gh"]]
+        size = dict(zip(axes, value.shape, strict=True))
+        order = "".join([*batch, *others, *contracted])
+        turned = np.einsum(f"{axes}->{order}", np.asarray(value))
+        matrix = turned.reshape([math.prod(size[a] for a in part) for part in (batch, others, contracted)])
+        quantized = fp4.quantize(matrix, batch_dims=1, implementation="reference")
+        values = fp4.dequantize(quantized, implementation="reference").reshape(turned.shape)
+        return np.einsum(f"{order}->{axes}", values.astype(np.float64))
 
-    bias = np.asarray(params["bias"], np.float64)
-    batch, features = bias.shape[: len(fields.get("batch_dims", ()))], bias.shape[len(fields.get("batch_dims", ())) :]
-    want = np.einsum(spec, dequantized(x, inputs), dequantized(params["kernel"], kernel_axes))
-    want += bias.reshape(*batch, *(1,) * (want.ndim - bias.ndim), *features)
-    assert y.shape == nn.DenseGeneral(**fields).apply(variables, x).shape
+    want = np.einsum(spec, dequantized(x, inputs), dequantized(variables["params"]["kernel"], kernel_axes))
+    bias, batch = np.asarray(variables["params"]["bias"]), len(fields.get("batch_dims", ()))
+    want += bias.reshape(*bias.shape[:batch], *(1,) * (want.ndim - bias.ndim), *bias.shape[batch:])
+    assert y.shape == jax.eval_shape(nn.DenseGeneral(**fields).apply, variables, x).shape
     assert np.linalg.norm(y - want) <= 1e-6 * np.linalg.norm(want)
 
 
@@ -226,7 +223,7 @@ def test_dense_general_is_the_product_of_what_it_quantizes(fields, shape, spec):
 def test_every_width_has_a_backward(mode, features):
     """C9: nothing is legal in the forward and refused in the backward."""
     x, model = normal(1, 6, 64), linen.Dense(features, recipe=recipe(mode))
-    (_, y), (dw, dx) = value_and_grads(model, init(model, x), x, rngs={"sr": KEY})
+    (_, y), (dw, dx) = value_and_grads(model, some(model, x), x, rngs={"sr": KEY})
     assert y.shape == (6, features)
     assert dx.shape == x.shape
     assert all(bool(jnp.isfinite(leaf).all()) and bool(jnp.any(leaf)) for leaf in jax.tree.leaves((dw, dx)))
@@ -235,22 +232,21 @@ def test_every_width_has_a_backward(mode, features):
 def test_bfloat16_compute_keeps_float32_masters():
     x = normal(1, 4, 32)
     model = linen.Dense(16, dtype=jnp.bfloat16, bias_init=nn.initializers.normal(), recipe=recipe())
-    variables = init(model, x)
+    variables = some(model, x)
     (_, y), (dv, dx) = value_and_grads(model, variables, x)
     assert (y.dtype, dx.dtype) == (jnp.bfloat16, jnp.float32)
     assert {leaf.dtype for leaf in jax.tree.leaves(dv)} == {jnp.dtype("float32")}
     # The gradient comes in float32, unrounded: some of it is no bfloat16 number.
     kernel = dv["params"]["kernel"]
     assert not np.array_equal(kernel, kernel.astype(jnp.bfloat16).astype(jnp.float32))
-    params = variables["params"]
-    same_tree(y, fp4.dense(x.astype(jnp.bfloat16), params["kernel"], params["bias"], recipe=recipe()))
+    same_tree(y, function(recipe(), variables, x.astype(jnp.bfloat16)))
 
 
 def test_integers_promote_as_in_flax():
     x = jnp.arange(32).reshape(2, 16)
     model = linen.Dense(4, recipe=recipe())
-    variables = init(model, x)
-    same_tree(model.apply(variables, x), model.apply(variables, x.astype(jnp.float32)))
+    variables = some(model, x)
+    same_tree(apply(model, variables, x), apply(model, variables, x.astype(jnp.float32)))
 
 
 def test_own_promote_dtype_is_honoured():
@@ -259,9 +255,10 @@ def test_own_promote_dtype_is_honoured():
 
     x = normal(1, 4, 32)
     model = linen.Dense(8, promote_dtype=promote, recipe=recipe())
-    variables = init(model, x)
-    params = variables["params"]
-    same_tree(model.apply(variables, x), fp4.dense(x, 2 * params["kernel"], params["bias"], recipe=recipe()))
+    variables = some(model, x)
+    kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
+    doubled = {"params": {"kernel": 2 * kernel, "bias": bias}}
+    same_tree(apply(model, variables, x), function(recipe(), doubled, x))
 
 
 # --- contexts ---
@@ -273,45 +270,45 @@ def test_contexts_on_one_jitted_module(lift):
     """One jitted function under A, B, none, A."""
     x = normal(1, 4, 32)
     model = lift(linen.Dense)(8)
-    variables = init(model, x)
-    apply = jax.jit(model.apply)
+    variables = some(model, x)
+    jitted = jax.jit(model.apply)
     a, b = recipe(), recipe(two_dimensional_weights=False, row_scaled_activation=True)
     for context in (a, b, None, a):
         with fp4.autocast(context):
-            got = apply(variables, x)
+            got = jitted(variables, x)
         reference = nn.Dense(8) if context is None else linen.Dense(8, recipe=context)
-        same_tree(got, jax.jit(reference.apply)(variables, x))
+        same_tree(got, apply(reference, variables, x))
 
 
 def test_layer_comes_before_autocast():
     x = normal(1, 4, 32)
     chosen = recipe(two_dimensional_weights=False)
     model = linen.Dense(8, recipe=chosen)
-    variables = init(model, x)
-    alone = model.apply(variables, x)
+    variables = some(model, x)
+    alone = apply(model, variables, x)
     with fp4.autocast(recipe(row_scaled_activation=True)):
-        same_tree(model.apply(variables, x), alone)
+        same_tree(apply(model, variables, x), alone)
     with fp4.autocast(fp4.HIGH_PRECISION):
-        same_tree(model.apply(variables, x), alone)
-        same_tree(linen.Dense(8).apply(variables, x), nn.Dense(8).apply(variables, x))
+        same_tree(apply(model, variables, x), alone)
+        same_tree(apply(linen.Dense(8), variables, x), apply(nn.Dense(8), variables, x))
 
 
 def test_flax_layers_under_autocast_are_untouched():
     x = normal(1, 4, 32)  # E13
-    variables = init(nn.Dense(8), x)
-    before = nn.Dense(8).apply(variables, x)
+    variables = some(nn.Dense(8), x)
+    before = apply(nn.Dense(8), variables, x)
     with fp4.autocast(recipe()):
-        same_tree(nn.Dense(8).apply(variables, x), before)
+        same_tree(apply(nn.Dense(8), variables, x), before)
 
 
 @pytest.mark.core
 def test_report_names_layers_and_reasons():
     x = normal(1, 4, 16)
     model = Net(linen, (("recipe", recipe()),))
-    rows = fp4.report(model.apply, init(model, x), x).rows
+    rows = fp4.report(model.apply, some(model, x), x).rows
     assert [(row.layer, row.quantized) for row in rows] == [("Dense_0", True), ("DenseGeneral_0", True)]
     forgotten = Net(linen)  # E15
-    rows = fp4.report(forgotten.apply, init(forgotten, x), x).rows
+    rows = fp4.report(forgotten.apply, some(forgotten, x), x).rows
     assert [(row.layer, row.quantized) for row in rows] == [("Dense_0", False), ("DenseGeneral_0", False)]
     assert all("no recipe" in row.note for row in rows)
 
@@ -322,8 +319,8 @@ def test_report_names_layers_and_reasons():
 @pytest.mark.core
 def test_missing_stream_is_an_error_only_when_differentiated():
     x, model = normal(1, 4, 32), linen.Dense(8, recipe=recipe("default"))
-    variables = init(model, x)
-    model.apply(variables, x)
+    variables = some(model, x)
+    apply(model, variables, x)
     with pytest.raises(ValueError, match=r"key is None; needs .* Try .*rngs=\{'sr': key\}"):
         value_and_grads(model, variables, x)
     value_and_grads(linen.Dense(8, recipe=recipe("default", stochastic_rounding=False)), variables, x)
@@ -332,7 +329,7 @@ def test_missing_stream_is_an_error_only_when_differentiated():
 def test_same_stream_same_bits_and_each_layer_its_own():
     x = normal(1, 8, 32)
     model = nn.Sequential([linen.Dense(32, recipe=recipe("default")) for _ in range(2)])
-    variables = init(model, x)
+    variables = some(model, x)
     once, again, other = (
         value_and_grads(model, variables, x, rngs={"sr": jax.random.key(seed)})[1] for seed in (1, 1, 2)
     )
@@ -344,22 +341,15 @@ def test_same_stream_same_bits_and_each_layer_its_own():
     "chosen", [recipe("unquant"), recipe("dequant"), recipe("default", stochastic_rounding=False), None]
 )
 def test_a_stream_is_drawn_from_only_where_it_is_used(chosen):
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return linen.Dense(8, name="layer", recipe=chosen)(x), self.get_key()
-
-        def get_key(self):
-            return None
-
     x = normal(1, 4, 32)
 
-    class Drawing(linen.Dense):
+    class Refusing(linen.Dense):
         def make_rng(self, name="params"):
             raise AssertionError(f"drew from {name}")
 
-    variables = init(nn.Dense(8), x)
-    Drawing(8, recipe=chosen).apply(variables, x, rngs={"sr": KEY})
+    apply(Refusing(8, recipe=chosen), some(nn.Dense(8), x), x, rngs={"sr": KEY})
+    with pytest.raises(AssertionError, match="drew from sr"):
+        apply(Refusing(8, recipe=recipe("default")), some(nn.Dense(8), x), x, rngs={"sr": KEY})
 
 
 # --- transformations ---
@@ -383,7 +373,7 @@ def test_scan_over_layers_equals_a_loop(mode):
         )
         return scanned(layers)
 
-    variables = init(stacked(nn), x, None)
+    variables = stacked(nn).init(KEY, x, None)
     with fp4.autocast(recipe(mode)):
         same_tree(stacked(linen).init({"params": KEY, "sr": KEY}, x, None), variables)
 
@@ -396,14 +386,15 @@ def test_scan_over_layers_equals_a_loop(mode):
                 x, _ = Block(linen).apply(params, x, None, rngs={"sr": KEY})
             return x
 
-        y, pull = jax.vjp(scanned, variables, x)
-        want, pull_want = jax.vjp(loop, variables, x)
-        np.testing.assert_allclose(y, want, rtol=1e-6, atol=1e-6)
-        if mode != "default":  # whose draws differ between the layers of the scan
-            for ours, theirs in zip(*(jax.tree.leaves(f(y)) for f in (pull, pull_want)), strict=True):
-                np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-        else:
-            assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(pull(y)))
+        def gradients(f):
+            return jax.jit(jax.value_and_grad(lambda v, x: jnp.sum(jnp.sin(3 * f(v, x))), (0, 1)))(variables, x)
+
+        (y, ours), (want, theirs) = gradients(scanned), gradients(loop)
+        np.testing.assert_allclose(y, want, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert bool(jnp.isfinite(a).all())
+            if mode != "default":  # whose draws differ between the layers of the scan
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_context_reaches_into_a_scan():
@@ -415,24 +406,25 @@ def test_context_reaches_into_a_scan():
             return linen.Dense(32)(x), None
 
     model = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()
-    variables = init(model, x, None)
+    variables = some(model, x, None)
     a, b = recipe(), recipe(row_scaled_activation=True, two_dimensional_weights=False)
     results = []
     for context in (a, b, None, a):
         with fp4.autocast(context):
-            results.append(model.apply(variables, x, None)[0])
+            results.append(jax.jit(model.apply, static_argnums=2)(variables, x, None)[0])
     same_tree(results[0], results[3])
     assert not any(np.array_equal(results[i], results[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
 def test_vmap_equals_a_loop():
     x, model = normal(1, 3, 4, 32), linen.Dense(8, recipe=recipe())
-    variables = model.init(KEY, x[0])
+    jitted = jax.jit(model.apply)
+    variables = some(model, x[0])
     vmapped = jax.jit(jax.vmap(model.apply, (None, 0)))(variables, x)
-    same_tree(vmapped, jnp.stack([jax.jit(model.apply)(variables, row) for row in x]))
+    same_tree(vmapped, jnp.stack([jitted(variables, row) for row in x]))
     stacked = nn.vmap(linen.Dense, variable_axes={"params": 0}, split_rngs={"params": True})(8, recipe=recipe())
     theirs = nn.vmap(nn.Dense, variable_axes={"params": 0}, split_rngs={"params": True})(8)
-    same_tree(init(stacked, x), init(theirs, x))
+    same_tree(stacked.init(KEY, x), theirs.init(KEY, x))
 
 
 # --- dot_general ---
@@ -443,20 +435,21 @@ def test_vmap_equals_a_loop():
 def test_dot_general_cls_on_an_unmodified_layer(mode):
     x, chosen = normal(1, 4, 32), recipe(mode)
     plain = nn.Dense(8)
-    variables = init(plain, x)
+    variables = plain.init(KEY, x)
     plugged = nn.Dense(8, dot_general_cls=partial(linen.DotGeneral, recipe=chosen))
-    same_tree(init(plugged, x, rngs={"params": KEY, "sr": KEY}), variables)
-    want = fp4.dense(x, variables["params"]["kernel"], recipe=chosen) + variables["params"]["bias"]
-    same_tree(plugged.apply(variables, x), want)
+    same_tree(plugged.init({"params": KEY, "sr": KEY}, x), variables)
+    params = variables["params"]
+    want = jax.jit(lambda: fp4.dense(x, params["kernel"], recipe=chosen) + params["bias"])()
+    same_tree(apply(plugged, variables, x), want)
     (_, _), grads = value_and_grads(plugged, variables, x, rngs={"sr": KEY})
     assert jax.tree.structure(grads[0]) == jax.tree.structure(variables)
     if mode == "default":
         with pytest.raises(ValueError, match="key is None"):
             value_and_grads(plugged, variables, x)
     under = nn.Dense(8, dot_general_cls=linen.DotGeneral)
-    same_tree(under.apply(variables, x), plain.apply(variables, x))
+    same_tree(apply(under, variables, x), apply(plain, variables, x))
     with fp4.autocast(chosen):
-        same_tree(under.apply(variables, x), want)
+        same_tree(apply(under, variables, x), want)
 
 
 def test_dot_general_cls_in_attention():
@@ -464,9 +457,9 @@ def test_dot_general_cls_in_attention():
     plain = nn.MultiHeadDotProductAttention(num_heads=4)
     fields = dict(qkv_dot_general_cls=linen.DotGeneral, out_dot_general_cls=linen.DotGeneral)
     plugged = nn.MultiHeadDotProductAttention(num_heads=4, **fields)
-    variables = init(plain, x)
-    same_tree(init(plugged, x), variables)
-    same_tree(plugged.apply(variables, x), plain.apply(variables, x))
+    variables = some(plain, x)
+    assert jax.tree.structure(some(plugged, x)) == jax.tree.structure(variables)
+    same_tree(apply(plugged, variables, x), apply(plain, variables, x))
     with fp4.autocast(recipe()):
         rows = fp4.report(plugged.apply, variables, x).rows
     assert [row.layer for row in rows] == [f"{name}/DotGeneral_0" for name in ("query", "key", "value", "out")]
@@ -474,21 +467,22 @@ def test_dot_general_cls_in_attention():
 
 
 def test_own_dot_general_beside_a_recipe_is_refused():
+    def own(*args, **kwargs):
+        return jax.lax.dot_general(*args, **kwargs)
+
     x = normal(1, 4, 32)
-    for fields in (dict(dot_general=jax.lax.dot_general), dict(dot_general_cls=linen.DotGeneral)):
-        for layer in (linen.Dense, linen.DenseGeneral):
-            if fields.get("dot_general") is jax.lax.dot_general:
-                layer(8, **fields, recipe=recipe())  # says what is so anyway
-                continue
-            with pytest.raises(ValueError, match=r"dot_general_cls is given beside a recipe; needs .* Try"):
-                layer(8, **fields, recipe=recipe())
-            own = layer(8, **fields)
-            variables = init(own, x)
-            with fp4.autocast(recipe()), pytest.raises(ValueError, match=r"dot_general_cls is given .*autocast"):
-                own.apply(variables, x)
-            kept = layer(8, **fields, recipe=fp4.HIGH_PRECISION)
-            with fp4.autocast(fp4.HIGH_PRECISION):
-                same_tree(kept.apply(variables, x), nn.DenseGeneral(8).apply(variables, x))
+    variables = some(nn.Dense(8), x)
+    plain = apply(nn.Dense(8), variables, x)
+    for layer in (linen.Dense, linen.DenseGeneral):
+        for name, value in (("dot_general", own), ("dot_general_cls", lambda: own)):
+            make = partial(layer, 8, **{name: value})
+            with pytest.raises(ValueError, match=rf"{name} is given beside a recipe; needs .* Try"):
+                make(recipe=recipe())
+            with fp4.autocast(recipe()):
+                with pytest.raises(ValueError, match=rf"{name} is given .*autocast"):
+                    make().apply(variables, x)
+                same_tree(apply(make(recipe=fp4.HIGH_PRECISION), variables, x), plain)
+        layer(8, dot_general=jax.lax.dot_general, recipe=recipe())  # no product of their own
 
 
 # --- refusals ---
@@ -504,12 +498,12 @@ def test_wrong_recipe_is_refused_when_the_layer_is_made(layer, wrong):
 def test_bad_input():
     x = normal(1, 4, 32)
     model = linen.Dense(8, recipe=recipe())
-    variables = init(model, x)
+    variables = some(model, x)
     with jax.enable_x64(True), pytest.raises(TypeError, match="float64"):
         model.apply(variables, x.astype(jnp.float64))
     with pytest.raises(TypeError, match="complex64"):
         model.apply(variables, x.astype(jnp.complex64))
     with pytest.raises(ValueError, match="batch_dims"):
-        init(linen.DenseGeneral(8, batch_dims=(1,), recipe=recipe()), x)
+        some(linen.DenseGeneral(8, batch_dims=(1,), recipe=recipe()), x)
     with pytest.raises(nn.module.errors.ScopeParamShapeError):
         linen.Dense(9, recipe=recipe()).apply(variables, x)

@@ -93,7 +93,11 @@ def test_cpu_handlers_equal_the_numpy_specification(variant, x, data):
         assert_same(got, expected, f"{variant}, given amax")
     for axis in (-1, 0):
         if axis == 0 or not flags.get("hadamard"):
-            assert_same(fp4.quantize(x, **call, axis=axis, implementation="cpu"), want[axis + 1], f"{variant}, axis={axis} alone")
+            assert_same(
+                fp4.quantize(x, **call, axis=axis, implementation="cpu"),
+                want[axis + 1],
+                f"{variant}, axis={axis} alone",
+            )
     for q in want:
         if not q.hadamard:
             dtype = data.draw(st.sampled_from(DTYPES))
@@ -273,7 +277,9 @@ def test_mixed_and_batched_products():
     np.testing.assert_allclose(fp4.matmul(x, qw), x @ fp4.dequantize(qw), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(fp4.matmul(qx, w), fp4.dequantize(qx) @ w, rtol=1e-5, atol=1e-5)
     shared = fp4.matmul(fp4.quantize(x), fp4.quantize(w[0], axis=0))
-    np.testing.assert_allclose(shared, fp4.dequantize(fp4.quantize(x)) @ fp4.dequantize(fp4.quantize(w[0], axis=0)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        shared, fp4.dequantize(fp4.quantize(x)) @ fp4.dequantize(fp4.quantize(w[0], axis=0)), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_transposes_are_free_and_meet():
@@ -324,7 +330,9 @@ def test_lowering_elsewhere_uses_the_reference_unless_refused():
     x = jnp.ones((16, 16))
     lower = lambda f: jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()  # noqa: E731
     assert "jax_fp4_quantize" not in lower(lambda x: fp4.quantize(x).codes)
-    with pytest.raises(fp4.UnsupportedError, match=r"quantize: platform is cuda; needs cpu because .*'cpu' runs on CPU"):
+    with pytest.raises(
+        fp4.UnsupportedError, match=r"quantize: platform is cuda; needs cpu because .*'cpu' runs on CPU"
+    ):
         lower(lambda x: fp4.quantize(x, implementation="cpu").codes)
     with fp4.strict(), pytest.raises(fp4.UnsupportedError, match=r"quantize: platform is cuda; .*strict"):
         lower(lambda x: fp4.quantize(x).codes)

@@ -118,14 +118,14 @@ void choose_scales(const Tile& tile, const LaneScales& scales, bool tiled, Error
 // The codes of elements first to first + 7 of each block, element `first` in the low bits.
 template <bool stochastic>
 JAX_FP4_FN U encode_half(const Tile& tile, F multiplier, int lane, int first,
-                         const LaneRandom& random) {
+                         const LaneRandom* random) {
   U half{};
 #pragma GCC unroll 8
   for (int i = 0; i < kBlock / 2; ++i) {
     const F value = load(&tile.v[first + i][lane]) * multiplier;
     U code;
     if constexpr (stochastic) {
-      const U word = load(&random.word[(first + i) / 4][lane]);
+      const U word = load(&random->word[(first + i) / 4][lane]);
       code = e2m1_stochastic(value, (word >> (8 * (i % 4))) & 0xFFu);
     } else {
       code = e2m1_nearest(value);
@@ -135,9 +135,9 @@ JAX_FP4_FN U encode_half(const Tile& tile, F multiplier, int lane, int first,
   return half;
 }
 
-// The codes of the sixteen blocks under codes.scale.
+// The codes of the sixteen blocks under codes.scale; `random` is null for nearest rounding.
 template <bool stochastic>
-JAX_FP4_FN void encode_lanes(const Tile& tile, const LaneScales& scales, const LaneRandom& random,
+JAX_FP4_FN void encode_lanes(const Tile& tile, const LaneScales& scales, const LaneRandom* random,
                              LaneCodes& codes) {
   using L = Lanes<F>;
   for (int lane = 0; lane < kBlock; lane += kLanes) {

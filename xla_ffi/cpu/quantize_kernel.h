@@ -39,12 +39,12 @@ struct Origin {
 template <class Number>
 JAX_FP4_FN void encode_blocks(const Tile& tile, const LaneScales& scales, const Origin& origin,
                               Number number, LaneCodes& codes) {
+  if (origin.key == nullptr) return encode_lanes<false>(tile, scales, nullptr, codes);
   LaneRandom random;
-  if (origin.key == nullptr) return encode_lanes<false>(tile, scales, random, codes);
   uint64_t index[kBlock];
   for (int i = 0; i < kBlock; ++i) index[i] = number(i);
   draw(origin.key, origin.direction, index, random);
-  encode_lanes<true>(tile, scales, random, codes);
+  encode_lanes<true>(tile, scales, &random, codes);
 }
 
 // ---- The row-wise form alone

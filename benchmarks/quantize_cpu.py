@@ -1,0 +1,109 @@
+"""How fast are the CPU handlers? Against the jitted reference, a copy and a plain bfloat16 step, in one run.
+
+    python benchmarks/quantize_cpu.py [--size 4096] [--repeats 9] [--quick]
+
+Medians of wall-clock times on random data; elements are those of x, each counted once. "x fallback" is the time of the
+traceable reference (jitted jax.numpy) over ours. --quick leaves the slow fallbacks of the other variants out.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+import jax_fp4 as fp4
+
+KEY = jax.random.key(0)
+VARIANTS = {
+    "1-D": {},
+    "row-scaled": dict(row_scaled=True),
+    "2-D tiles": dict(block=(16, 16)),
+    "Hadamard": dict(hadamard=True),
+    "stochastic": dict(key=KEY),
+    "Hadamard + stochastic": dict(hadamard=True, key=KEY),
+    "four-over-six": dict(four_over_six=fp4.FourOverSix()),
+    "four-over-six 2-D": dict(four_over_six=fp4.FourOverSix(), block=(16, 16)),
+}
+
+
+def milliseconds(fn: Callable, *args, repeats: int) -> float:
+    """Median time of a call of jitted fn, after one that compiles it."""
+    jitted = jax.jit(fn)
+    jax.block_until_ready(jitted(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(jitted(*args))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+
+
+def cases(x) -> dict[str, tuple[Callable, tuple]]:
+    """Name -> (function of implementation and arrays, arrays). amax is computed unless the name says it is given."""
+    amax = jnp.max(jnp.abs(x.astype(jnp.float32)))
+    both = lambda implementation, x, **flags: fp4.quantize_transpose(x, **flags, implementation=implementation)  # noqa: E731
+    row = lambda implementation, x, **flags: fp4.quantize(x, **flags, implementation=implementation)  # noqa: E731
+    q = fp4.quantize(x)
+    return {
+        "both directions, 1-D, amax given": (lambda i, x, a: both(i, x, amax=a), (x, amax)),
+        "row-wise, 1-D, amax given": (lambda i, x, a: row(i, x, amax=a), (x, amax)),
+        "row-wise, 1-D": (row, (x,)),
+        "dequantize to bfloat16": (lambda i, q: fp4.dequantize(q, jnp.bfloat16, implementation=i), (q,)),
+    } | {f"both directions, {name}": (partial(both, **flags), (x,)) for name, flags in VARIANTS.items()}
+
+
+def quantizers(size: int, repeats: int, quick: bool) -> None:
+    x = jax.random.normal(KEY, (size, size), jnp.bfloat16)
+    copy = milliseconds(lambda x: x + jnp.bfloat16(1), x, repeats=repeats)
+    print(
+        f"\nbfloat16 [{size}, {size}]; a pass that reads and writes x: {copy:.1f} ms, {4 * x.size / copy / 1e6:.1f} GB/s"
+    )
+    print(f"{'':42} {'ms':>8} {'Gelement/s':>11} {'x fallback':>11}")
+    for name, (fn, args) in tqdm(cases(x).items(), desc="quantizers", leave=False, disable=None):
+        ours = milliseconds(partial(fn, None), *args, repeats=repeats)
+        required = name in ("both directions, 1-D, amax given", "both directions, 1-D")
+        ratio = ""
+        if required or not quick:
+            ratio = f"{milliseconds(partial(fn, 'reference'), *args, repeats=3) / ours:.1f}"
+        tqdm.write(f"{name:42} {ours:8.1f} {x.size / ours / 1e6:11.2f} {ratio:>11}")
+
+
+def dense_steps(repeats: int) -> None:
+    """One forward and backward of a dense layer, [4096,1024] x [1024,1024], float32 master weights."""
+    x = jax.random.normal(KEY, (4096, 1024), jnp.bfloat16)
+    dy = jax.random.normal(jax.random.fold_in(KEY, 1), (4096, 1024), jnp.bfloat16)
+    w = jax.random.normal(jax.random.fold_in(KEY, 2), (1024, 1024))
+
+    def step(recipe, x, w, dy):
+        y, vjp = jax.vjp(lambda x, w: fp4.dense(x, w, recipe=recipe, key=KEY), x, w)
+        return y, *vjp(dy)
+
+    recipes = {"bfloat16": fp4.HIGH_PRECISION}
+    recipes |= {mode: fp4.NVFP4BlockScaling(mode) for mode in ("default", "unquant", "dequant")}
+    print("\none dense step, [4096, 1024] x [1024, 1024], bfloat16 compute")
+    times = {name: milliseconds(partial(step, r), x, w, dy, repeats=repeats) for name, r in recipes.items()}
+    for name, ms in times.items():
+        print(f"{name:42} {ms:8.1f} ms {ms / times['bfloat16']:10.2f} x bfloat16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=4096, help="x is [size, size]")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="time the fallback for the two required rows only")
+    options = parser.parse_args()
+    support = fp4.supported("quantize", "cpu")
+    print(f"jax {jax.__version__}, NumPy {np.__version__}, {len(os.sched_getaffinity(0))} cores, {support.reason}")
+    quantizers(options.size, options.repeats, options.quick)
+    dense_steps(options.repeats)
+
+
+if __name__ == "__main__":
+    main()

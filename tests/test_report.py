@@ -1,0 +1,73 @@
+"""report: what it says is what the program does."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_fp4 as fp4
+
+X, W = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((64, 20))
+KEY = jax.random.key(0)
+
+
+def loss(recipe):
+    return lambda x, w: fp4.dense(x, w, recipe=recipe, key=KEY).astype(jnp.float32).sum()
+
+
+@pytest.mark.core
+def test_a_forgotten_recipe_is_visible():
+    """E15."""
+    report = fp4.report(loss(None), X, W)
+    (row,) = report.rows
+    assert not row.quantized and row.note == "not quantized: no recipe given and no autocast context"
+    assert not report.calls and "0 of 1 layer calls quantized" in str(report)
+    (row,) = fp4.report(loss(fp4.HIGH_PRECISION), X, W).rows
+    assert row.note == "not quantized: recipe=HIGH_PRECISION"
+    with fp4.autocast(fp4.HIGH_PRECISION):
+        (row,) = fp4.report(loss(None), X, W).rows
+    assert row.note == "not quantized: autocast(HIGH_PRECISION)"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("mode", "dx", "dw"),
+    [
+        ("default", "nvfp4 x nvfp4", "nvfp4 x nvfp4"),
+        ("unquant", "high precision x high precision", "high precision x high precision"),
+        ("dequant", "high precision x nvfp4", "nvfp4 x high precision"),
+    ],
+)
+def test_operand_formats_of_the_three_products(mode, dx, dw):
+    """D3."""
+    (row,) = fp4.report(loss(fp4.NVFP4BlockScaling(mode)), X, W).rows
+    assert (row.quantized, row.forward, row.dx, row.dw) == (True, "nvfp4 x nvfp4", dx, dw)
+    assert f"backward_mode={mode}" in row.note
+    (row,) = fp4.report(loss(fp4.NVFP4BlockScaling(mode, row_scaled_activation=True)), X, W).rows
+    assert row.forward == "row-scaled nvfp4 x nvfp4"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", ["default", "unquant", "dequant"])
+def test_calls_are_the_custom_calls_of_the_program(mode):
+    step = jax.jit(jax.grad(loss(fp4.NVFP4BlockScaling(mode)), (0, 1)))
+    step(X, W)  # traced before: the report traces again
+    report = fp4.report(step, X, W)
+    text = str(jax.make_jaxpr(step)(X, W))
+    for op in ("quantize", "quantize_transpose"):
+        assert sum(call.op == op for call in report.calls) == text.count(f"target_name=jax_fp4_{op}\n")
+    # w [64, 20] is padded along n, and dy [32, 20] too, where they are quantized along it.
+    assert sum(call.padding for call in report.calls) == (64 * 12 + 32 * 12 if mode == "default" else 0)
+
+
+def test_a_refusal_is_visible():
+    """E14: a named implementation runs or raises; nothing catches."""
+    with pytest.raises(fp4.UnsupportedError, match="implementation is 'cuda'"):
+        fp4.report(lambda x: fp4.quantize(x, implementation="cuda").codes, X)
+    with fp4.strict(), pytest.raises(fp4.UnsupportedError, match="multiple of 16"):
+        fp4.report(loss(fp4.NVFP4BlockScaling()), X, W)
+
+
+def test_nothing_is_recorded_outside_a_report():
+    jax.make_jaxpr(loss(fp4.NVFP4BlockScaling("unquant")))(X, W)
+    report = fp4.report(lambda x: x + 1, X)
+    assert report.rows == () and report.calls == ()
