@@ -61,6 +61,10 @@ def data():
     return x, jnp.tanh(x @ a / 8) @ b / 4
 
 
+def descend(parameter, gradient):
+    return parameter - RATE * gradient
+
+
 def train_linen(model: nn.Module, recipe) -> Run:
     x, y = data()
     initial = variables = model.init(jax.random.key(0), x)
@@ -72,7 +76,7 @@ def train_linen(model: nn.Module, recipe) -> Run:
     @jax.jit
     def step(variables, key):
         value, grads = jax.value_and_grad(loss)(variables, key)
-        return jax.tree.map(lambda p, g: p - RATE * g, variables, grads), value
+        return jax.tree.map(descend, variables, grads), value
 
     losses = []
     with fp4.autocast(recipe):
@@ -90,7 +94,7 @@ def train_nnx(model: NnxModel, recipe) -> Run:
     @nnx.jit
     def step(model):
         value, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
-        nnx.update(model, jax.tree.map(lambda p, g: p - RATE * g, nnx.state(model, nnx.Param), grads))
+        nnx.update(model, jax.tree.map(descend, nnx.state(model, nnx.Param), grads))
         return value
 
     with fp4.autocast(recipe):

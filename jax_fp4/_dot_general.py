@@ -173,10 +173,15 @@ def layer_product(layer, operands, promoted, default_promote, axis: Axes, batch_
 
 
 def _dimension_numbers(ndim: int, axis: Axes, batch_axis: Axes) -> DimensionNumbers:
-    """Of a kernel [*batch, *in, *out]. Flax contracts the axes of x in increasing order, however they are given."""
-    contracted, batch = (tuple(sorted(a if a >= 0 else ndim + a for a in axes)) for axes in (axis, batch_axis))
+    """For a kernel [*batch, *in, *out]. Flax contracts the axes of x in increasing order, however they are given."""
+    contracted, batch = increasing(axis, ndim), increasing(batch_axis, ndim)
     first = len(batch)
     return (contracted, tuple(range(first, first + len(contracted)))), (batch, tuple(range(first)))
+
+
+def increasing(axes: Axes, ndim: int) -> tuple[int, ...]:
+    """The axes of an array of ndim dimensions counted from its first, in order."""
+    return tuple(sorted(axis if axis >= 0 else ndim + axis for axis in axes))
 
 
 def refuse_out_sharding(op: str, out_sharding) -> None:

@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from jax_fp4 import _dot_general, _record
-from jax_fp4._dot_general import check_layer, draws, layer_product, layer_recipe
+from jax_fp4._dot_general import check_layer, draws, increasing, layer_product, layer_recipe
 from jax_fp4._errors import message
 from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, resolve
 
@@ -77,8 +77,8 @@ class DenseGeneral(nn.DenseGeneral):
                     "DenseGeneral", "batch_dims", batch_dims, "0, 1, ...", "the kernel leads with them", "a transpose"
                 )
             )
-        batch = tuple(x_shape[a] for a in sorted(batch_dims))
-        contracted = tuple(x_shape[a] for a in sorted(a % len(x_shape) for a in axis))
+        batch = tuple(x_shape[a] for a in increasing(batch_dims, len(x_shape)))
+        contracted = tuple(x_shape[a] for a in increasing(axis, len(x_shape)))
         with _record.layer("/".join(self.path)):
             recipe = layer_recipe(self, x_shape, (*batch, *contracted, *features))
             if recipe is None:

@@ -379,7 +379,8 @@ def quantize(
 
     x is rounded to q.compute_dtype first. amax None: computed; given: returned as it is (NaN canonical), and data above
     it saturates. seed None: nearest-even; given: stochastic. A block with a non-finite element is zero codes under a
-    NaN scale; a zero block is zeros. The blocked extent is padded with zeros, which the Hadamard transform then fills.
+    NaN scale; a zero block is zeros. The blocked extent is padded with zeros, which the Hadamard transform then fills;
+    it mixes along the blocked axis, whichever that is, so that 1.3 holds for it too (the operation allows axis=0 only).
     Raises ValueError for flags that exclude each other and for an amax that is negative or has a wrong shape.
     """
     _check(amax, seed, q)
@@ -448,7 +449,7 @@ def dequantize(
 ) -> Float[AnyArray, "*B r {extent}"]:
     """fl(val * fl(fl(float(s) * A) * fl(1/(6B)))), then one rounding to dtype, in the stored orientation.
 
-    amax None: the product form, code times block scale, exact in float32 and bfloat16 (float16 overflows).
+    amax None: the product form, code times block scale, at most 6 significant bits below 4096: exact in every dtype.
     """
     xp = _namespace(codes, block_scale, amax)
     value, factor = decode_e2m1(unpack(xp.asarray(codes))), decode_e4m3(xp.asarray(block_scale))

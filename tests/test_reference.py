@@ -516,11 +516,11 @@ def test_dequantize_overflows_as_the_golden_files_do():
     np.testing.assert_array_equal(product[0].astype(F32), np.concatenate([GRID, -GRID]) * 448)
 
 
-def test_code_times_scale_is_exact_in_bfloat16():
+def test_code_times_scale_is_exact_in_every_dtype():
     codes = reference.pack(np.tile(np.arange(16, dtype=np.uint8), (127, 1)))
     scale = np.arange(127, dtype=np.uint8)[:, None].view(ml_dtypes.float8_e4m3fn)
     want = np.concatenate([GRID, -GRID]).astype(np.float64) * scale.astype(np.float64)
-    for xp, dtype in itertools.product((np, jnp), (F32, ml_dtypes.bfloat16)):
+    for xp, dtype in itertools.product((np, jnp), (F32, ml_dtypes.bfloat16, np.float16)):
         got = run("dequantize", xp, codes, scale, None, 448, 16, dtype)
         np.testing.assert_array_equal(got.astype(np.float64), want)
 
