@@ -65,7 +65,7 @@ def descend(parameter, gradient):
     return parameter - RATE * gradient
 
 
-def train_linen(model: nn.Module, recipe) -> Run:
+def train_linen(model: Any, recipe) -> Run:  # Flax types what `apply` returns as an array or a tuple
     x, y = data()
     initial = variables = model.init(jax.random.key(0), x)
 
