@@ -62,9 +62,8 @@ def cases(x) -> dict[str, tuple[Callable, tuple]]:
 def quantizers(size: int, repeats: int, quick: bool) -> None:
     x = jax.random.normal(KEY, (size, size), jnp.bfloat16)
     copy = milliseconds(lambda x: x + jnp.bfloat16(1), x, repeats=repeats)
-    print(
-        f"\nbfloat16 [{size}, {size}]; a pass that reads and writes x: {copy:.1f} ms, {4 * x.size / copy / 1e6:.1f} GB/s"
-    )
+    bandwidth = 4 * x.size / copy / 1e6
+    print(f"\nbfloat16 [{size}, {size}]; a pass that reads and writes x: {copy:.1f} ms, {bandwidth:.1f} GB/s")
     print(f"{'':42} {'ms':>8} {'Gelement/s':>11} {'x fallback':>11}")
     for name, (fn, args) in tqdm(cases(x).items(), desc="quantizers", leave=False, disable=None):
         ours = milliseconds(partial(fn, None), *args, repeats=repeats)

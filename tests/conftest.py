@@ -5,6 +5,6 @@ import os
 import hypothesis
 
 hypothesis.settings.register_profile(
-    "default", deadline=None, derandomize=True, max_examples=int(os.environ.get("HYPOTHESIS_MAX_EXAMPLES", "40"))
+    "default", deadline=None, derandomize=True, max_examples=int(os.environ.get("HYPOTHESIS_MAX_EXAMPLES", "16"))
 )
 hypothesis.settings.load_profile("default")

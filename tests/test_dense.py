@@ -183,7 +183,7 @@ def test_jit_remat_and_scan_change_nothing(mode):
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
 @pytest.mark.parametrize("mode", MODES)
 def test_vmap_is_a_loop(mode, in_axes):
-    """E4: values of a loop, each entry with its own amax; one custom call for each quantization, no loop in the program."""
+    """E4: the values of a loop, each entry with its own amax; one custom call a quantization, no loop."""
     x, w, _, _ = operands(dtype=jnp.float32)
     scale = jnp.array([1.0, 3.0, 0.1])[:, None, None]
     xs, ws = (x * scale if in_axes[0] == 0 else x), (w * scale if in_axes[1] == 0 else w)
@@ -288,16 +288,16 @@ FLAGS = [
 @pytest.mark.parametrize("settings", FLAGS, ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()) or "plain")
 def test_every_contraction_length_with_every_flag(settings):
     """B6, C9 (n = 10): forward and backward work and stay near the plain product."""
+
+    def step(recipe, x, w, dy):
+        y, vjp = jax.vjp(lambda *args: fp4.dense(*args, recipe=recipe, key=KEY), x, w)
+        return y, *vjp(dy)
+
     for mode in MODES:
-        f = jax.jit(
-            lambda x, w, dy, mode=mode: (
-                jax.vjp(lambda *a: fp4.dense(*a, recipe=recipe(mode, **settings), key=KEY), x, w)[1](dy)
-                + (fp4.dense(x, w, recipe=recipe(mode, **settings), key=KEY),)
-            )
-        )
-        for k, n in ((16, 16), (48, 10), (96, 32), (112, 16), (192, 48), (448, 16)):
+        f = jax.jit(partial(step, recipe(mode, **settings)))
+        for k, n in ((16, 16), (48, 10), (112, 32)):
             x, w, _, dy = operands(40, k, n, dtype=jnp.float32)
-            dx, dw, y = f(x, w, dy)
+            y, dx, dw = f(x, w, dy)
             for got, want in ((y, x @ w), (dx, dy @ w.T), (dw, x.T @ dy)):
                 close(got, want, 0.35)
 
