@@ -63,13 +63,14 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         *batch, width = x.shape
         dense = functools.partial(fp4_linen.Dense, use_bias=False, dtype=x.dtype, recipe=self.recipe)
+        last = functools.partial(dense, width, kernel_init=nn.initializers.zeros)  # a layer starts as the identity
         norm = functools.partial(RMSNorm, dtype=x.dtype)
 
         qkv = dense(3 * width, name="qkv")(norm(name="norm1")(x))
         q, k, v = jnp.split(qkv.reshape(*batch, 3 * self.heads, width // self.heads), 3, axis=-2)
-        x = x + dense(width, name="out")(attention(q, k, v).reshape(x.shape))
+        x = x + last(name="out")(attention(q, k, v).reshape(x.shape))
         h = dense(4 * width, name="up")(norm(name="norm2")(x))
-        return x + dense(width, name="down")(gelu(h))
+        return x + last(name="down")(gelu(h))
 
 
 class LanguageModel(nn.Module):
@@ -285,13 +286,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="train bfloat16 and all NVFP4 modes on the same batches from the same seed",
     )
-    add("--steps", type=positive, default=300, help="optimizer steps")
-    add("--layers", type=positive, default=3, help="decoder layers")
-    add("--width", type=positive, default=128, help="width of the residual stream")
-    add("--heads", type=positive, default=2, help="attention heads")
-    add("--batch", type=positive, default=16, help="sequences a step")
+    add("--steps", type=positive, default=400, help="optimizer steps")
+    add("--layers", type=positive, default=2, help="decoder layers")
+    add("--width", type=positive, default=256, help="width of the residual stream")
+    add("--heads", type=positive, default=4, help="attention heads")
+    add("--batch", type=positive, default=8, help="sequences a step")
     add("--context", type=positive, default=128, help="bytes a sequence")
-    add("--learning-rate", type=float, default=4e-3, help="peak, after the warm-up")
+    add("--learning-rate", type=float, default=2e-3, help="peak, after the warm-up")
     add("--seed", type=int, default=0, help="of parameters, batches and stochastic rounding")
     add("--out", type=Path, default=Path("out"), help="folder for loss.png")
     args = parser.parse_args(arguments)

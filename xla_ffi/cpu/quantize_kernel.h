@@ -47,8 +47,7 @@ JAX_FP4_FN void encode_blocks(const Tile& tile, const LaneScales& scales, const 
   encode_lanes<true>(tile, scales, &random, codes);
 }
 
-// ---- The row-wise form alone
-// ---------------------------------------------------------------------
+// ---- The row-wise form alone ---------------------------------------------------------------
 
 // Sixteen consecutive blocks: which rows and columns they are.
 struct BlockRun {
@@ -138,8 +137,7 @@ void quantize_run(const QuantizeProblem& p, int64_t batch, int64_t item) {
   }
 }
 
-// ---- Both directions
-// -----------------------------------------------------------------------------
+// ---- Both directions -----------------------------------------------------------------------
 
 // The piece of one stored form that a piece of x makes.
 struct FormPiece {
@@ -293,8 +291,7 @@ void quantize_piece(const QuantizeProblem& p, int64_t batch, int64_t row0, int64
                              row0 / kBlock, ceil_div(rows, kBlock));
 }
 
-// ---- Items
-// ---------------------------------------------------------------------------------------
+// ---- Items ---------------------------------------------------------------------------------
 
 template <class T>
 void quantize_items_of(const QuantizeProblem& p, int64_t begin, int64_t end) {
