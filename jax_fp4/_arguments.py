@@ -12,7 +12,7 @@ from jaxtyping import Array, UInt32
 
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
-from jax_fp4._formats import BLOCK, E4M3_MAX, Quantization, stored
+from jax_fp4._formats import BLOCK, E4M3_MAX, FORMATS, Quantization, exclusion, stored
 from jax_fp4._recipe import FourOverSix, check_choice
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -23,7 +23,7 @@ Implementation = Literal["cpu", "cuda", "reference"] | None
 
 def quantization(op, x, format, axis, block, row_scaled, hadamard, key, four_over_six, dtype) -> Quantization:
     """Every flag of a quantize call, checked one by one and in pairs."""
-    check_choice(op, "format", format, ("nvfp4",), "this version quantizes to no other")
+    check_choice(op, "format", format, FORMATS, "this version quantizes to no other")
     check_choice(op, "axis", axis, (-1, 0), "blocks run along the last axis, or along the rows before it")
     check_choice(op, "block", block, ((1, 16), (16, 16)), "NVFP4 scales 16 elements, or a 16 x 16 tile of a weight")
     for name, flag in (("row_scaled", row_scaled), ("hadamard", hadamard)):
@@ -40,42 +40,32 @@ def quantization(op, x, format, axis, block, row_scaled, hadamard, key, four_ove
             )
         )
     compute = compute_dtype(op, x, dtype)
-    tiled, stochastic, chosen = block == (16, 16), key is not None, four_over_six is not None
-    flags = {
-        "row_scaled=True": row_scaled,
-        "hadamard=True": hadamard,
-        "block=(16, 16)": tiled,
-        "a key (stochastic rounding)": stochastic,
-        "four_over_six": chosen,
-    }
-    for first, second, why in _EXCLUDED:
-        if flags[first] and flags[second]:
-            raise ValueError(
-                message(op, first, f"together with {second}", "one of the two", why, f"a call without {second}")
-            )
-    return Quantization(
+    q = Quantization(
         axis=axis,
-        tile=16 if tiled else 1,
+        tile=16 if block == (16, 16) else 1,
         row_scaled=row_scaled,
         hadamard=hadamard,
         four_over_six=four_over_six.error if four_over_six else "",
         bound=four_over_six.bound if four_over_six else E4M3_MAX,
         compute_dtype=compute,
     )
+    if pair := exclusion(q, stochastic=key is not None):
+        first, second, why = pair
+        fix = f"a call without {second}"
+        raise ValueError(message(op, first, f"together with {second}", "one of the two", why, fix))
+    return q
 
 
-_EXCLUDED = (
-    ("row_scaled=True", "hadamard=True", "the transform mixes the rows that would be scaled"),
-    ("row_scaled=True", "block=(16, 16)", "a tile shares its scale over 16 rows"),
-    (
-        "row_scaled=True",
-        "a key (stochastic rounding)",
-        "row scaling is for activations, stochastic rounding for gradients",
-    ),
-    ("hadamard=True", "block=(16, 16)", "tiles are for weights, the transform for the weight gradient's operands"),
-    ("four_over_six", "hadamard=True", "the choice compares errors of untransformed values"),
-    ("four_over_six", "a key (stochastic rounding)", "the choice compares errors of nearest rounding"),
-)
+def float_dtype(op: str, argument: str, dtype, because: str) -> np.dtype:
+    """`dtype` as one of the three float types that the kernels know."""
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        known = None
+    if known is None or known.name not in FLOATS:
+        shown = known.name if known is not None else repr(dtype)
+        raise TypeError(message(op, argument, shown, f"one of {FLOATS}", because, "jnp.bfloat16"))
+    return known
 
 
 def compute_dtype(op: str, x, dtype) -> str:
@@ -90,10 +80,7 @@ def compute_dtype(op: str, x, dtype) -> str:
                 op, "x", f"an array of {name}", f"one of {FLOATS}", "the kernels read these", "x.astype(jnp.float32)"
             )
         )
-    compute = np.dtype(dtype).name if dtype is not None else name
-    if compute not in FLOATS:
-        raise TypeError(message(op, "dtype", compute, f"one of {FLOATS}", "x is rounded to it", "jnp.bfloat16"))
-    return compute
+    return name if dtype is None else float_dtype(op, "dtype", dtype, "x is rounded to it").name
 
 
 @dataclass(frozen=True)
@@ -108,7 +95,7 @@ class Tensor:
     def of(cls, op: str, x, batch_dims: int, implementation: Implementation) -> "Tensor":
         if x.ndim == 0:
             raise ValueError(message(op, "x", "a scalar", "at least one axis", "blocks run along an axis", "x[None]"))
-        if not isinstance(batch_dims, int) or not 0 <= batch_dims < x.ndim:
+        if isinstance(batch_dims, bool) or not isinstance(batch_dims, int) or not 0 <= batch_dims < x.ndim:
             raise ValueError(
                 message(
                     op, "batch_dims", repr(batch_dims), f"0 to {x.ndim - 1}", f"x has shape {x.shape}", "batch_dims=0"
@@ -206,37 +193,28 @@ def check_quantized(op: str, name: str, q) -> None:
         raise TypeError(
             message(op, name, f"a {type(q).__name__}", "a QuantizedTensor", "it is decoded", "jax_fp4.quantize(x)")
         )
+    if q.format not in FORMATS:
+        why = "operands share a format, and this version decodes no other"
+        raise ValueError(
+            message(op, f"{name}.format", repr(q.format), f"one of {FORMATS}", why, "quantize(x, 'nvfp4')")
+        )
 
 
 def check_operand(op: str, name: str, operand, axis: int) -> None:
-    if isinstance(operand, QuantizedTensor):
+    """An operand of a product: an array, or quantized along the contracted axis."""
+    if not isinstance(operand, QuantizedTensor):
+        check_float(op, name, operand)
+    else:
+        check_quantized(op, name, operand)
         if operand.axis != axis:
-            raise ValueError(
-                message(
-                    op,
-                    name,
-                    f"blocked along axis {operand.axis}",
-                    f"axis={axis}",
-                    "both operands are blocked along the contracted dimension",
-                    f"{name}.mT, or quantize(..., axis={axis})",
-                )
+            why, fix = (
+                "both operands are blocked along the contracted dimension",
+                f"{name}.mT, or quantize(x, axis={axis})",
             )
-    elif getattr(getattr(operand, "dtype", None), "name", None) not in FLOATS:
-        shown = getattr(operand, "dtype", type(operand).__name__)
-        raise TypeError(
-            message(
-                op,
-                name,
-                shown,
-                f"a QuantizedTensor or an array of {FLOATS}",
-                "it is multiplied",
-                "x.astype(jnp.float32)",
-            )
-        )
+            raise ValueError(message(op, name, f"blocked along axis {operand.axis}", f"axis={axis}", why, fix))
     if operand.ndim < 2:
-        raise ValueError(
-            message(op, name, f"of shape {operand.shape}", "at least two axes", "it is a matrix product", "x[None, :]")
-        )
+        shown, fix = f"of shape {operand.shape}", "x[None, :]"
+        raise ValueError(message(op, name, shown, "at least two axes", "it is a matrix product", fix))
 
 
 def check_float(op: str, name: str, value) -> None:

@@ -55,7 +55,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
+        """Bytes of codes, block scales and amax."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in (self.codes, self.block_scale, self.amax))
 
     @property

@@ -11,13 +11,13 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from jax_fp4 import _modes, _record
-from jax_fp4._arguments import FLOATS, check_float, key_words
+from jax_fp4._arguments import check_float, check_quantized, float_dtype, key_words
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import UnsupportedError, is_strict, message
 from jax_fp4._formats import BLOCK
 from jax_fp4._modes import Kernel, Needs, Residuals, is_frozen
 from jax_fp4._ops import matmul, product, refuse_padding
-from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_choice, resolve, why_unquantized
+from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, resolve, why_unquantized
 
 
 class _Static(NamedTuple):
@@ -51,8 +51,9 @@ def dense(
     k, n = _modes.along_k(kernel).shape if is_frozen(kernel) else kernel.shape
     reason = why_unquantized(recipe) if chosen is None else ""
     _record.record(_record.LayerEvent(_record.path(), op, x.shape, (k, n), chosen, reason))
-    y_dtype = np.dtype(preferred_element_type or x.dtype)
-    check_choice(op, "preferred_element_type", y_dtype.name, FLOATS, "y is written in one of these")
+    y_dtype = x.dtype
+    if preferred_element_type is not None:
+        y_dtype = float_dtype(op, "preferred_element_type", preferred_element_type, "y is written in it")
     if chosen is None:
         return _high_precision(x, kernel, bias, y_dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), k)  # not -1: k may be 0
@@ -108,9 +109,9 @@ def _dense_bwd(static: _Static, residuals: Residuals, dy):
     if isinstance(dy, SymbolicZero):
         return None, None, None, None
     needs = Needs(_modes.is_kept(residuals.kernel), _modes.is_kept(residuals.x))
-    along_n = along_m = dy.astype(static.dtype)
+    rounded = along_n = along_m = dy.astype(static.dtype)  # y may be wider than the compute dtype
     if static.recipe.mode is BackwardMode.DEFAULT and any(needs):
-        along_n, along_m = _modes.quantize_gradient(dy, static.recipe, residuals.seed, needs)
+        along_n, along_m = _modes.quantize_gradient(rounded, static.recipe, residuals.seed, needs)
     dx = _modes.input_gradient(along_n, residuals.kernel, static.dtype) if needs.x else None
     dw = _modes.weight_gradient(residuals.x, along_m, static.kernel_dtype) if needs.kernel else None
     db = None if static.bias_dtype is None else jnp.sum(dy, 0, dtype=jnp.float32).astype(static.bias_dtype)
@@ -173,7 +174,7 @@ def _check(op: str, x, kernel: Any, bias) -> None:
                 f"of shape {shape}",
                 f"{x.shape[-1]} rows",
                 f"x {x.shape} is contracted along its last axis",
-                "kernel.T, or another x",
+                f"a kernel of shape ({x.shape[-1]}, {n})",
             )
         )
     if bias is not None:
@@ -198,6 +199,8 @@ def _check_frozen(op: str, kernel) -> None:
             )
         )
     for q, axis in zip(pair, (-1, 0), strict=True):
+        if q is not None:
+            check_quantized(op, "kernel", q)
         if q is not None and (q.axis != axis or q.hadamard or q.row_scaled):
             raise ValueError(
                 message(

@@ -66,9 +66,7 @@ class DotGeneral:
         recipe = resolve(op, self.recipe)
         if recipe is None:
             reason = why_unquantized(self.recipe)
-            _record.record(
-                _record.LayerEvent(_record.path(), "dot_general", jnp.shape(lhs), jnp.shape(rhs), None, reason)
-            )
+            _record.record(_record.LayerEvent(_record.path(), "dense", jnp.shape(lhs), jnp.shape(rhs), None, reason))
             return lax.dot_general(
                 lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
             )

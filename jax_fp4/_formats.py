@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+FORMATS = ("nvfp4",)  # of this version
 BLOCK = 16  # elements that share one E4M3 scale
 PACK = 2  # codes a byte, even index in the low nibble
 
@@ -53,6 +54,21 @@ class Quantization:
         return self.column_bound if axis == 0 else self.bound
 
 
+def exclusion(q: Quantization, stochastic: bool) -> tuple[str, str, str] | None:
+    """The first pair of flags that one call cannot have, and why; None if there is none."""
+    rows, chosen = "row_scaled=True", "four_over_six"
+    transform, tiles, key = "hadamard=True", "block=(16, 16)", "a key (stochastic rounding)"
+    given = {rows: q.row_scaled, transform: q.hadamard, tiles: q.tile != 1, key: stochastic, chosen: q.four_over_six}
+    pairs = (
+        (rows, transform, "the transform mixes the rows that would be scaled"),
+        (rows, tiles, "a tile shares its scale over 16 rows"),
+        (rows, key, "row scaling is for activations, stochastic rounding for gradients"),
+        (chosen, transform, "the choice compares errors of untransformed values"),
+        (chosen, key, "the choice compares errors of nearest rounding"),
+    )
+    return next((pair for pair in pairs if given[pair[0]] and given[pair[1]]), None)
+
+
 def padded(extent: int, multiple: int = BLOCK) -> int:
     """`extent` rounded up to whole blocks."""
     return -(-extent // multiple) * multiple
@@ -70,8 +86,3 @@ def codes_shape(batch: tuple[int, ...], rows: int, extent: int) -> tuple[int, ..
 
 def scale_shape(batch: tuple[int, ...], rows: int, extent: int) -> tuple[int, ...]:
     return (*batch, rows, padded(extent) // BLOCK)
-
-
-def swizzled_size(rows: int, columns: int) -> int:
-    """Bytes of the swizzled form of a compact scale array [rows, columns]."""
-    return padded(rows, SWIZZLE_ROWS) * padded(columns, SWIZZLE_COLUMNS)

@@ -1,4 +1,4 @@
-"""What each backward mode multiplies and keeps: the table of the numerics page, section 4, as code."""
+"""What each backward mode multiplies and keeps: the table of docs/numerics.md, section 4, as code."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, assert_never
@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jax_fp4 import _record
+from jax_fp4 import _record, reference
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
-from jax_fp4._formats import BLOCK, PACK, padded
+from jax_fp4._formats import BLOCK, padded
 from jax_fp4._ops import decode, product, quantize, quantize_transpose
 from jax_fp4._recipe import BackwardMode, Recipe
 
@@ -34,13 +34,13 @@ class Needs(NamedTuple):
     kernel: bool
 
 
-def keep(needed: bool, make: Callable[[], Any]) -> Any:
-    """make(), or the same tree of empty arrays. JAX keeps one residual tree for each traced function, so a tree that
-    varied with what is differentiated would give silent wrong gradients."""
-    if needed:
-        return make()
+def keep(part: Any, shape_of: Callable[[], Any]) -> Any:
+    """`part`, or where it is None the tree that shape_of() would give, of empty arrays. JAX keeps one residual tree for
+    each traced function, so a tree that varied with what is differentiated would give silent wrong gradients."""
+    if part is not None:
+        return part
     with _record.paused():
-        return jax.tree.map(lambda _: jnp.zeros(0), jax.eval_shape(make))
+        return jax.tree.map(lambda _: jnp.zeros(0), jax.eval_shape(shape_of))
 
 
 def is_kept(part) -> bool:
@@ -83,15 +83,16 @@ def forward(x, kernel: Any, seed, recipe: Recipe, needs: Needs) -> tuple[Quantiz
     qw = planes_of_kernel(kernel, recipe, x.dtype, both=default and needs.x)
     match mode:
         case BackwardMode.DEFAULT:
-            for_dw = keep(needs.kernel, lambda: qx.backward or planes_of_x(x, recipe, both=True).backward)
-            for_dx = keep(needs.x, lambda: qw.backward or _plane_along_n(kernel, recipe, x.dtype))
+            for_dw = keep(qx.backward, lambda: planes_of_x(x, recipe, both=True).backward)
+            for_dx = keep(qw.backward, lambda: _plane_along_n(kernel, recipe, x.dtype))
         case BackwardMode.UNQUANT:
-            for_dw = keep(needs.kernel, lambda: x)
+            for_dw = keep(x if needs.kernel else None, lambda: x)
             # Not its cast to the compute dtype: the parameter is alive anyway, a cast would be a copy.
-            for_dx = keep(needs.x, lambda: qw.forward if is_frozen(kernel) else kernel)
+            w = qw.forward if is_frozen(kernel) else kernel
+            for_dx = keep(w if needs.x else None, lambda: w)
         case BackwardMode.DEQUANT:
-            for_dw = keep(needs.kernel, lambda: qx.forward)
-            for_dx = keep(needs.x, lambda: qw.forward)
+            for_dw = keep(qx.forward if needs.kernel else None, lambda: qx.forward)
+            for_dx = keep(qw.forward if needs.x else None, lambda: qw.forward)
         case _:
             assert_never(mode)
     seed = seed if default and seed is not None else jnp.zeros(0, jnp.uint32)
@@ -113,8 +114,7 @@ def input_gradient(dy, w: Float[Array, "k n"] | QuantizedTensor, dtype) -> Float
     if not isinstance(w, QuantizedTensor):
         w = w.astype(dtype)  # [k,n]: master weights meet dy in the compute dtype
     elif not isinstance(dy, QuantizedTensor):
-        # Decoded where it lies: stored [n,k], so that dx is a plain product. Not a product form, because the tensor
-        # scale would have to be applied along the contraction of a row-scaled tensor.
+        # Decoded where it lies: stored [n,k], so that dx is a plain product.
         return product(dy, decode(w, dtype, w.extent), dtype)  # [m,k] = [m,n] @ [n,k]
     return product(dy, w.mT, dtype)  # [m,k] = [m,n] @ [n,k]
 
@@ -155,11 +155,8 @@ def along_n(op: str, kernel: FrozenKernel) -> QuantizedTensor:
 def transpose_tiles(q: QuantizedTensor) -> QuantizedTensor:
     """The other plane of a tile-scaled kernel: the same codes and scales, transposed. [n, k/2] -> [k, n/2]."""
     rows, extent = q.codes.shape[-2], q.extent
-    nibbles = jnp.stack([q.codes & 0xF, q.codes >> 4], axis=-1).reshape(*q.codes.shape[:-1], -1)
-    turned = jnp.swapaxes(nibbles, -1, -2)[..., :extent, :]
-    fill = [(0, 0)] * (turned.ndim - 1) + [(0, padded(rows) - rows)]
-    turned = jnp.pad(turned, fill)
-    codes = turned[..., 0::PACK] | (turned[..., 1::PACK] << 4)
+    turned = jnp.swapaxes(reference.unpack(q.codes), -1, -2)[..., :extent, :]
+    codes = reference.pack(jnp.pad(turned, [(0, 0)] * (turned.ndim - 1) + [(0, padded(rows) - rows)]))
     # One scale for each tile, replicated over the 16 rows of the other plane.
     scale = jax.lax.bitcast_convert_type(q.block_scale, jnp.uint8)[..., ::BLOCK, :]
     scale = jnp.repeat(jnp.swapaxes(scale, -1, -2), BLOCK, axis=-2)[..., :extent, :]

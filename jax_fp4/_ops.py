@@ -8,23 +8,22 @@ from typing import Literal, assert_never
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
 from jax_fp4 import _ffi, _record, reference
 from jax_fp4._arguments import (
-    FLOATS,
     IMPLEMENTATIONS,
     Implementation,
     Tensor,
     check_operand,
     check_quantized,
+    float_dtype,
     given_amax,
     quantization,
     seed_words,
 )
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import Support, UnsupportedError, is_strict, message
-from jax_fp4._formats import BLOCK, E2M1_MAX, PACK, padded, stored
+from jax_fp4._formats import BLOCK, PACK, Quantization, padded, stored
 from jax_fp4._recipe import FourOverSix, check_choice
 
 OPS = ("quantize", "quantize_transpose", "dequantize", "matmul", "dense")
@@ -54,7 +53,8 @@ def quantize(
     four_over_six: a FourOverSix, each block then maps its maximum to 4 or 6. Under row_scaled the column-wise form is
         made without it.
     amax: given absolute maximum, float32 [] (or the batch shape; one for each stored row under row_scaled). Values
-        beyond it saturate. None computes it.
+        beyond it saturate. None computes it. A negative one is refused; where it is traced, by the CPU handler when it
+        runs, and by the reference not at all.
     batch_dims: so many leading dimensions index tensors of their own. The other leading dimensions count as rows.
     dtype: round x to this type first (a float32 master weight under bfloat16 compute); default x.dtype.
     implementation: None chooses when the program is lowered (the CPU handler, the reference elsewhere). A named one
@@ -107,25 +107,26 @@ def quantize_transpose(
     op = "quantize_transpose"
     q = quantization(op, x, format, -1, block, row_scaled, hadamard, key, four_over_six, dtype)
     tensor = Tensor.of(op, x, batch_dims, implementation)
-    if amax is not None and not isinstance(amax, tuple):
-        if hadamard or row_scaled:
-            raise ValueError(
-                message(
-                    op,
-                    "amax",
-                    "one array",
-                    "a pair (row-wise, column-wise)",
-                    "the two forms have different maxima under hadamard and row_scaled",
-                    "amax=(row_amax, column_amax)",
-                )
-            )
-        amax = (amax, amax)
-    row, column = amax or (None, None)
+    row, column = _amax_pair(op, amax, q)
     given = given_amax(op, "amax[0]", row, tensor, q, -1), given_amax(op, "amax[1]", column, tensor, q, 0)
     run = _implementation(op, implementation, is_strict(), q=q)
     _note(op, tensor, (-1, 0), implementation)
     result = run(tensor.x, *given, seed_words(op, key, tensor))
     return tensor.pack(result[:3], q, -1), tensor.pack(result[3:], q, 0)
+
+
+def _amax_pair(op: str, amax, q: Quantization):
+    """The given amaxes of the two forms, one for both where they have the same maximum."""
+    if amax is None:
+        return None, None
+    if isinstance(amax, tuple) and len(amax) == 2 and all(a is not None for a in amax):
+        return amax
+    if isinstance(amax, tuple) or q.hadamard or q.row_scaled:
+        shown = f"a tuple {amax}" if isinstance(amax, tuple) else "one array"
+        why = "the two forms have different maxima under hadamard and row_scaled"
+        fix = "amax=(row_amax, column_amax)"
+        raise ValueError(message(op, "amax", shown, "a pair (row-wise, column-wise) of arrays", why, fix))
+    return amax, amax
 
 
 def dequantize(q: QuantizedTensor, dtype=None, *, implementation: Implementation = None):
@@ -136,9 +137,7 @@ def dequantize(q: QuantizedTensor, dtype=None, *, implementation: Implementation
     """
     op = "dequantize"
     check_quantized(op, "q", q)
-    dtype = np.dtype(dtype or q.dtype)
-    if dtype.name not in FLOATS:
-        raise TypeError(message(op, "dtype", dtype.name, f"one of {FLOATS}", "these hold the values", "jnp.float32"))
+    dtype = q.dtype if dtype is None else float_dtype(op, "dtype", dtype, "these hold the values")
     if q.hadamard:
         raise ValueError(
             message(
@@ -171,23 +170,16 @@ def matmul(lhs, rhs, *, preferred_element_type=None):
     operand beside an array is dequantized to the array's dtype. The result has `preferred_element_type`, by default
     the promoted dtype of the operands. dx = matmul(dy, w.mT), dw = matmul(x.mT, dy).
 
-    Raises ValueError where the contracted extents differ, an operand is blocked along another axis, formats differ,
-    or one operand alone is Hadamard-transformed. Not differentiable in quantized operands.
+    Raises ValueError where the contracted extents differ, an operand is blocked along another axis, a format is not
+    known, or one operand alone is Hadamard-transformed. Not differentiable in quantized operands.
     """
     op = "matmul"
     for name, operand, axis in (("lhs", lhs, -1), ("rhs", rhs, 0)):
         check_operand(op, name, operand, axis)
     if lhs.shape[-1] != rhs.shape[-2]:
-        raise ValueError(
-            message(
-                op,
-                "rhs",
-                f"an array of {rhs.shape[-2]} rows",
-                f"{lhs.shape[-1]} rows",
-                f"lhs {lhs.shape} is contracted along its last axis",
-                "rhs.mT, or the other of the two forms of quantize_transpose",
-            )
-        )
+        why = f"lhs {lhs.shape} is contracted along its last axis"
+        fix = "operands whose contracted extents are equal (dw = matmul(x.mT, dy), dx = matmul(dy, w.mT))"
+        raise ValueError(message(op, "rhs", f"of shape {rhs.shape}", f"{lhs.shape[-1]} rows", why, fix))
     if rhs.ndim > 2 and rhs.shape[:-2] != lhs.shape[:-2]:
         raise ValueError(
             message(
@@ -199,50 +191,37 @@ def matmul(lhs, rhs, *, preferred_element_type=None):
                 "jax.vmap",
             )
         )
-    out = np.dtype(preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype))
+    out = jnp.promote_types(lhs.dtype, rhs.dtype)
+    if preferred_element_type is not None:
+        out = float_dtype(op, "preferred_element_type", preferred_element_type, "a float32 sum is rounded to it")
     return product(lhs, rhs, out)
 
 
 def product(lhs, rhs, dtype, bias=None):
     """`matmul` without its checks, with a bias [n] added in float32 before the cast to `dtype`."""
-    both = isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor)
-    if both and lhs.hadamard != rhs.hadamard:
-        raise ValueError(
-            message(
-                "matmul",
-                "hadamard",
-                f"{lhs.hadamard} of lhs and {rhs.hadamard} of rhs",
-                "both or neither",
-                "the transform cancels only between two transformed operands",
-                "quantize both with the same hadamard=",
-            )
+    transformed = [isinstance(operand, QuantizedTensor) and operand.hadamard for operand in (lhs, rhs)]
+    if transformed[0] != transformed[1]:
+        shown = f"{transformed[0]} of lhs and {transformed[1]} of rhs"
+        why, fix = (
+            "the transform cancels only between two transformed operands",
+            "quantize both with the same hadamard=",
         )
+        raise ValueError(message("matmul", "hadamard", shown, "both or neither", why, fix))
     batch = rhs.ndim - 2
-    if both:
+    if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
         # val x scale has at most 6 significant bits: exact in bfloat16, and a product of two is exact in float32. The
         # padding is multiplied too: it is zero, or after a transform belongs to the data.
         length = PACK * lhs.codes.shape[-1]
-        a = decode(lhs, jnp.bfloat16, length, product_form=True)
-        b = decode(rhs, jnp.bfloat16, length, product_form=True)
+        a, b = (decode(q, jnp.bfloat16, length, product_form=True) for q in (lhs, rhs))
+        column, row = (reference.tensor_factor(q.amax, q.codes.ndim, q.bound) for q in (lhs, rhs))
         acc = _dot(a, b, batch, rhs_contracts=-1)
-        # One after the other: the product of both scales is denormal for small operands.
-        acc = acc * tensor_scale(lhs)[..., None]
-        acc = acc * tensor_scale(rhs)[..., None, :]
-    else:
-        compute = lhs.dtype if isinstance(rhs, QuantizedTensor) else rhs.dtype
-        a = dequantize(lhs, compute) if isinstance(lhs, QuantizedTensor) else lhs
-        # In its stored orientation, so that no transpose of a weight is written.
-        b = decode(rhs, compute, rhs.extent) if isinstance(rhs, QuantizedTensor) else rhs
-        acc = _dot(a, b, batch, rhs_contracts=-1 if isinstance(rhs, QuantizedTensor) else -2)
-    # Pinned: a fused multiply-add would round once, under jit and not eagerly.
-    return (acc if bias is None else reference.pinned(acc) + bias.astype(jnp.float32)).astype(dtype)
-
-
-def tensor_scale(q: QuantizedTensor) -> Float[Array, "..."]:
-    """The float32 tensor scale of q for each stored row, [..., 1] where it is shared: A / (6 B)."""
-    amax = jnp.where(jnp.isfinite(q.amax), q.amax, jnp.float32(E2M1_MAX * q.bound))
-    scale = amax * np.float32(np.float32(1) / np.float32(E2M1_MAX * q.bound))
-    return scale if q.row_scaled else scale.reshape(scale.shape + (1,) * (q.codes.ndim - 1 - scale.ndim))
+        return reference.epilogue(acc, column, jnp.swapaxes(row, -1, -2), dtype, bias)
+    compute = lhs.dtype if isinstance(rhs, QuantizedTensor) else rhs.dtype
+    a = dequantize(lhs, compute) if isinstance(lhs, QuantizedTensor) else lhs
+    # In its stored orientation, so that no transpose of a weight is written.
+    b = decode(rhs, compute, rhs.extent) if isinstance(rhs, QuantizedTensor) else rhs
+    acc = _dot(a, b, batch, rhs_contracts=-1 if isinstance(rhs, QuantizedTensor) else -2)
+    return (acc if bias is None else acc + bias.astype(jnp.float32)).astype(dtype)
 
 
 def supported(op: str, platform: str) -> Support:
@@ -325,7 +304,9 @@ def _note(op: str, tensor: Tensor, axes: tuple[int, ...], implementation: Implem
         padding += math.prod(tensor.batch) * rows * (padded(extent) - extent)
         if extent % BLOCK and is_strict():
             refuse_padding(op, "x", f"extent {extent} along axis {axis}")
-    _record.record(_record.CallEvent(_record.path(), op, tensor.x.shape, implementation or "cpu | reference", padding))
+    _record.record(
+        _record.CallEvent(_record.path(), op, tensor.x.shape, implementation or "chosen at lowering", padding)
+    )
 
 
 def refuse_padding(op: str, name: str, shown: str) -> None:

@@ -82,7 +82,7 @@ class NVFP4BlockScaling:
     four_over_six: which operands choose their block maximum ("none", "weights", "activations", "all").
 
     Raises ValueError for an unknown value or an excluded pair. Source: arXiv 2509.25149 (NVFP4 training),
-    arXiv 2512.02010 (four-over-six); the bits are those of the numerics page.
+    arXiv 2512.02010 (four-over-six); the bits are those of docs/numerics.md.
     """
 
     backward_mode: BackwardMode | str | None = None

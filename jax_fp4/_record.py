@@ -1,6 +1,7 @@
 """Trace-time events: what was quantized, by which implementation, with how much padding. For reports."""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -31,15 +32,15 @@ class CallEvent(NamedTuple):
 
 Event = LayerEvent | CallEvent
 
-# A fresh value in jit's cache key makes a recorded function trace again, so that its events happen.
+# A fresh value in jit's cache key, which threads share, makes a recorded function trace again: its events happen.
 _recording = jax.make_user_context(default_value=0)
+_runs = itertools.count(1)
 
 
 class _State(threading.local):
     def __init__(self):
         self.recorders: list[list[Event]] = []
         self.path: list[str] = []
-        self.runs = 0
 
 
 _state = _State()
@@ -69,10 +70,9 @@ def layer(name: str) -> Iterator[None]:
 def recording() -> Iterator[list[Event]]:
     """Collect the events of everything that is traced inside."""
     events: list[Event] = []
-    _state.runs += 1
     _state.recorders.append(events)
     try:
-        with _recording(_state.runs):
+        with _recording(next(_runs)):
             yield events
     finally:
         _state.recorders.pop()

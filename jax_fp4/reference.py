@@ -1,4 +1,4 @@
-"""NVFP4 quantization, dequantization and products: the specification (numerics.md, section 1).
+"""NVFP4 quantization, dequantization and products: the specification (docs/numerics.md, section 1).
 
 Written over an array namespace. Given NumPy arrays a function runs on NumPy, keeps denormals and is exact: it is
 what every kernel must equal, bit for bit. Given jax arrays or tracers it runs on jax.numpy and is the traceable
@@ -30,6 +30,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float8e4m3fn, UInt8, UInt32
 
+from jax_fp4._errors import message
 from jax_fp4._formats import (
     BLOCK,
     E2M1_MAX,
@@ -41,6 +42,7 @@ from jax_fp4._formats import (
     SWIZZLE_COLUMNS,
     SWIZZLE_ROWS,
     Quantization,
+    exclusion,
     padded,
     stored,
 )
@@ -296,20 +298,12 @@ def hadamard_transform(x_t: Float[AnyArray, "*B r b"]) -> Float[AnyArray, "*B r 
 
 
 def _check(amax, seed, q: Quantization) -> None:
-    """Refuse pairs that numerics.md excludes, and (on NumPy, where values are known) a negative amax."""
-    four_over_six = q.column_four_over_six if q.axis == 0 else q.four_over_six
-    pairs = {
-        "row_scaled and hadamard": q.row_scaled and q.hadamard,
-        "row_scaled and two-dimensional blocks": q.row_scaled and q.tile != 1,
-        "row_scaled and stochastic rounding": q.row_scaled and seed is not None,
-        "four_over_six and hadamard": four_over_six and q.hadamard,
-        "four_over_six and stochastic rounding": four_over_six and seed is not None,
-    }
-    for pair, present in pairs.items():
-        if present:
-            raise ValueError(f"quantize: {pair} exclude each other (numerics 1.4, 1.8). Choose one of them.")
+    """Refuse excluded pairs and (on NumPy, where values are known) a negative amax."""
+    if pair := exclusion(q, stochastic=seed is not None):
+        first, second, why = pair
+        raise ValueError(message("quantize", first, f"together with {second}", "one of the two", why, f"no {second}"))
     if amax is not None and _namespace(amax) is np and (amax < 0).any():
-        raise ValueError(f"quantize: amax is {amax.min()}; needs values >= 0 because it is the largest |x|.")
+        raise ValueError(message("quantize", "amax", amax.min(), "values >= 0", "it is the largest |x|", "amax=None"))
 
 
 def _as_blocks(xp, x, q: Quantization):
@@ -432,10 +426,17 @@ def _per_row(amax, ndim: int):
     return amax[(..., *[None] * (ndim - amax.ndim))]
 
 
-def _tensor_factor(xp, quantized: tuple, bound: int):
-    """fl(amax * fl(1/(6B))), which code times block scale lacks: [*B, 1 | r, 1]."""
-    codes, _, amax = quantized
-    return counted_amax(_per_row(xp.asarray(amax), codes.ndim), bound) * _reciprocal(bound)
+def tensor_factor(amax, ndim: int, bound: int):
+    """fl(amax * fl(1/(6B))), which code times block scale lacks: [*B, 1 | r, 1] for codes of `ndim` dimensions."""
+    return counted_amax(_per_row(amax, ndim), bound) * _reciprocal(bound)
+
+
+def epilogue(acc, column, row, dtype: Any, bias: Any = None):
+    """What a float32 sum of products [..., m, n] lacks: in float32, times lhs' tensor factor (a column if row-scaled),
+    times rhs' (a row), one after the other because their product may be denormal; plus bias [n]; one rounding to dtype.
+    """
+    acc = pinned(pinned(acc * column) * row)
+    return (acc if bias is None else acc + bias.astype(np.float32)).astype(jnp.dtype(dtype))
 
 
 @exact
@@ -464,17 +465,17 @@ def matmul(lhs: tuple, rhs: tuple, bounds: tuple[int, int], dtype: Any, bias: An
     """lhs [*B, m, k] times the transpose of rhs [*B, n, k]: what `quantize` returned for each, both blocked along k.
 
     Code times block scale is exact in bfloat16, and a product of two is exact in float32, so only the sum rounds: in
-    float64, then once to float32, on NumPy (the oracle); in float32, in the order of XLA's dot, on jnp. Then in
-    float32, one after the other: times lhs' tensor scale (a column if row-scaled), times rhs' (a row), plus bias [n];
-    one rounding to dtype.
+    float64, then once to float32, on NumPy (the oracle); in float32, in the order of XLA's dot, on jnp. The rest is
+    `epilogue`.
     """
     xp = _namespace(*lhs, *rhs, bias)
     form, sums = (np.float64, {}) if xp is np else (jnp.bfloat16, {"preferred_element_type": np.float32})
     a, b = (dequantize(q[0], q[1], None, 0, q[0].shape[-1] * PACK, np.float32).astype(form) for q in (lhs, rhs))
-    y = xp.matmul(a, b.swapaxes(-1, -2), **sums).astype(np.float32)
-    y = pinned(y * _tensor_factor(xp, lhs, bounds[0]))
-    y = pinned(y * _tensor_factor(xp, rhs, bounds[1]).swapaxes(-1, -2))
-    return (y if bias is None else y + xp.asarray(bias).astype(np.float32)).astype(jnp.dtype(dtype))
+    acc = xp.matmul(a, b.swapaxes(-1, -2), **sums).astype(np.float32)
+    column, row = (
+        tensor_factor(xp.asarray(q[2]), q[0].ndim, bound) for q, bound in zip((lhs, rhs), bounds, strict=True)
+    )
+    return epilogue(acc, column, row.swapaxes(-1, -2), dtype, None if bias is None else xp.asarray(bias))
 
 
 def swizzle(compact: UInt8[AnyArray, "*B r c"]) -> UInt8[AnyArray, "*B size"]:

@@ -1,5 +1,6 @@
 """report: what is quantized in a function, and why the rest is not."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -28,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """Rows in the order of tracing, and the quantize calls by implementation. str() is a table."""
+    """Rows in the order of tracing, and the quantize calls of the program. str() is a table."""
 
     rows: tuple[Row, ...]
     calls: tuple[CallEvent, ...]
@@ -45,7 +46,9 @@ class Report:
         ]
         padding = sum(call.padding for call in self.calls)
         quantized = sum(row.quantized for row in self.rows)
-        calls = f"{len(self.calls)} quantize calls, {padding} padded elements"
+        by = Counter(call.implementation for call in self.calls)
+        how = f" ({', '.join(f'{count} {name}' for name, count in by.items())})" if by else ""
+        calls = f"{len(self.calls)} quantize calls{how}, {padding} padded elements"
         return "\n".join([*lines, f"{quantized} of {len(self.rows)} layer calls quantized, {calls}"])
 
 

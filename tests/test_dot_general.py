@@ -208,7 +208,7 @@ def test_bad_input():
         dot(x, fp4.quantize(w, axis=0), MATRIX)
     with pytest.raises(fp4.UnsupportedError, match=r"DotGeneral: out_sharding is .* Try"):
         dot(x, w, MATRIX, out_sharding=jax.sharding.PartitionSpec())
-    with pytest.raises(ValueError, match="preferred_element_type is 'int32'"):
+    with pytest.raises(TypeError, match="preferred_element_type is int32"):
         dot(x, w, MATRIX, preferred_element_type=jnp.int32)
     # As many elements, other axes: jax's own error, never a product of flattened axes.
     with pytest.raises(TypeError, match="contracting"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_fp4 import _ffi
+from jax_fp4 import _ffi, reference
 from jax_fp4._formats import Quantization
 
 X = jnp.ones((16, 32))
@@ -68,3 +68,37 @@ def test_every_target_is_registered_under_the_name_of_its_op():
 
     assert set(_cpu.registrations()) == {f"jax_fp4_{op}" for op in _ops._FUNCTIONS}
     assert _cpu.isa() in ("baseline", "avx2", "avx512")
+
+
+@pytest.mark.parametrize("bits", [0x80000001, 0x800116C2, 0xBF800000, 0xFF7FFFFF, 0xFF800000], ids=hex)
+def test_a_given_amax_below_zero_is_refused_even_where_denormals_are_zeros(bits):
+    # Once a call of these shapes has succeeded, jax raises the same error as a ValueError.
+    refused = (jax.errors.JaxRuntimeError, ValueError)
+    with pytest.raises(refused, match="jax_fp4_quantize: amax has a negative element"):
+        jax.block_until_ready(_ffi.quantize(X, amax_of(bits), None, Quantization()))
+
+
+@pytest.mark.parametrize("bits", [0x80000000, 0x00000001, 0x7F800000, 0xFFC00000, 0xFF800001], ids=hex)
+def test_a_given_amax_may_be_minus_zero_or_any_nan(bits):
+    _, _, amax = _ffi.quantize(X, amax_of(bits), None, Quantization())
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    assert np.asarray(amax).view(np.uint32) == (0x7FC00000 if is_nan else bits)
+
+
+def amax_of(bits):
+    return jnp.asarray(np.uint32(bits).view(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("amax", [np.float32(3.7), np.float32(1e-38), None], ids=["amax", "tiny amax", "product form"])
+def test_dequantize_equals_the_reference_for_every_scale_byte_and_every_code(amax, dtype):
+    """A scale with the sign bit set is negative; 0x7F and 0xFF are NaN."""
+    scale = np.arange(256, dtype=np.uint8)[:, None].view(E4M3)
+    codes = np.broadcast_to(reference.pack(np.arange(16, dtype=np.uint8)), (256, 8))
+    for bound in (256, 448):
+        expected = reference.dequantize(codes, scale, amax, bound, 16, dtype)
+        word = np.uint16 if expected.dtype.itemsize == 2 else np.uint32
+        got = np.asarray(_ffi.dequantize(codes, scale, amax, bound, 16, dtype))
+        np.testing.assert_array_equal(np.isnan(got).nonzero(), np.isnan(expected).nonzero())
+        finite = ~np.isnan(expected)
+        np.testing.assert_array_equal(got.view(word)[finite], expected.view(word)[finite])

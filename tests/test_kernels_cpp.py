@@ -2,19 +2,27 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "xla_ffi" / "cpu"
-CPP = ROOT / "tests" / "cpp"
+FUZZ = ROOT / "tests" / "cpp" / "fuzz_kernels.cc"
 # The flags of xla_ffi/CMakeLists.txt that decide bits; -O1 keeps the build short.
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 FLAGS = ["-std=c++17", "-O1", "-g", *WARNINGS, "-ffp-contract=off", "-fno-fast-math", "-pthread"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+# Instruction set -> its flags, as CMake passes them.
+ISA_FLAGS = {
+    isa: flags.split()
+    for isa, flags in re.findall(r"set\(isa_flags_(\w+)([^)]*)\)", (ROOT / "xla_ffi" / "CMakeLists.txt").read_text())
+}
+ISAS = list(ISA_FLAGS) if platform.machine() in {"x86_64", "AMD64"} else ["baseline"]
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +41,23 @@ def run(*command) -> str:
     return done.stdout
 
 
+def kernels(isa: str) -> list:
+    """What compiles the kernels of one instruction set."""
+    return [*ISA_FLAGS[isa], f"-DJAX_FP4_ISA={isa}", "-c", KERNELS / "kernels.cc"]
+
+
 @pytest.fixture(scope="module")
 def fuzz_kernels(compiler, tmp_path_factory) -> Path:
-    program = tmp_path_factory.mktemp("cpp") / "fuzz_kernels"
-    sources = [*sorted(CPP.glob("*.cc")), KERNELS / "dispatch.cc", KERNELS / "quantize.cc"]
-    run(compiler, *FLAGS, *SANITIZERS, *sources, "-o", program)
+    folder = tmp_path_factory.mktemp("cpp")
+    sources = [
+        *map(kernels, ISAS),
+        *(["-c", source] for source in (FUZZ, KERNELS / "dispatch.cc", KERNELS / "quantize.cc")),
+    ]
+    objects = [folder / f"{i}.o" for i in range(len(sources))]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda source, obj: run(compiler, *FLAGS, *SANITIZERS, *source, "-o", obj), sources, objects))
+    program = folder / "fuzz_kernels"
+    run(compiler, *FLAGS, *SANITIZERS, *objects, "-o", program)
     return program
 
 
@@ -47,13 +67,17 @@ def test_kernels_agree_and_stay_inside_their_buffers(fuzz_kernels, seed):
     assert run(fuzz_kernels, 300, seed).startswith("fuzz_kernels: 300 cases on ")
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_the_instruction_sets_are_those_that_cmake_builds():
+    assert list(ISA_FLAGS) == ["baseline", "avx2", "avx512"]
+    assert ISA_FLAGS["baseline"] == []
+    assert "-mavx512f" in ISA_FLAGS["avx512"]
+
+
+@pytest.mark.parametrize("isa", ISAS)
 def test_an_instruction_set_exports_its_table_only(compiler, isa, tmp_path):
     # Anything else could be merged by the linker with the copy of another instruction set. -O0 inlines least.
-    if platform.machine() not in {"x86_64", "AMD64"} and isa != "baseline":
-        pytest.skip(f"{isa} is for x86-64 only")
     obj = tmp_path / "kernels.o"
-    run(compiler, *FLAGS, "-O0", "-c", CPP / f"kernels_{isa}.cc", "-o", obj)
+    run(compiler, *FLAGS, "-O0", *kernels(isa), "-o", obj)
     symbols = run("nm", "--defined-only", "--extern-only", "-C", obj).splitlines()
     names = [line.split(" ", 2)[2] for line in symbols]
     # DW.ref: the pointer to the exception personality, data that is the same everywhere

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jax_fp4 as fp4
@@ -126,7 +127,9 @@ def test_tree_values_and_other_streams_do_not_change(streams):
     for fields in ((), (("recipe", recipe("default")),)):
         same_tree(Net(linen, fields).init(rngs, x), theirs)
     with fp4.autocast(recipe("default")):
-        same_tree(Net(linen).init(rngs, x), theirs)
+        ours = Net(linen).init(rngs, x)
+    same_tree(ours, theirs)
+    same_tree(*(optax.adamw(1e-3).init(variables["params"]) for variables in (ours, theirs)))
 
 
 @pytest.mark.parametrize("box", [nn.with_partitioning, nn.with_logical_partitioning])

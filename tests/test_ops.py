@@ -1,5 +1,6 @@
 """quantize, quantize_transpose, dequantize, matmul: the CPU handlers against the specification, and the arguments."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from golden_files import golden_files, load
-from hypothesis import given, settings
+from golden_files import golden_files, load, without_negative_zero
+from hypothesis import given
 
 import jax_fp4 as fp4
 
@@ -105,19 +106,27 @@ def test_cpu_handlers_equal_the_numpy_specification(variant, x, data):
                 expected = np.asarray(fp4.dequantize(q, dtype, implementation="reference"))
             got = np.asarray(fp4.dequantize(jax.tree.map(jnp.asarray, q), dtype, implementation="cpu"))
             assert got.dtype == expected.dtype
-            np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+            known = ~np.isnan(expected.astype(np.float32))
+            np.testing.assert_array_equal(np.isnan(got.astype(np.float32)), ~known)
+            np.testing.assert_array_equal(bits(got)[known], bits(expected)[known])  # the sign of zero counts
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("path", golden_files("nvfp4_*"), ids=lambda p: p.stem)
-@pytest.mark.parametrize("implementation", ["cpu", "reference"])
-def test_golden_files(path, implementation):
+@pytest.mark.parametrize("run", ["cpu", "numpy", "jnp"])
+def test_golden_files(path, run):
+    """The handlers, the specification, and for normal values its traceable form, which XLA flushes denormals of."""
     file = load(path)
     x, cfg = file["x"], file["cfg"]
+    if run == "jnp" and file["amax"].size and file["amax"][file["amax"] > 0].min(initial=1) < 2e-32:
+        pytest.skip("denormal scales: the jnp fallback flushes them on CPU")
+    implementation = "cpu" if run == "cpu" else "reference"
+    x = jnp.asarray(x) if run == "jnp" else x
     four = fp4.FourOverSix(cfg.get("e4m3", 256), cfg.get("mode", "MAE")) if cfg.get("f46") else None
     flags = dict(block=tuple(cfg["tile"]), row_scaled=cfg.get("row_scaled", False), four_over_six=four)
     if cfg.get("rht"):
-        assert cfg["sign"]
+        if not cfg.get("sign", True):
+            pytest.skip("a transform without signs is not ours")
         flags["hadamard"] = True
     pair = fp4.quantize_transpose(x, **flags, implementation=implementation)
     for q, suffix in zip(pair, ("", "_t"), strict=True):
@@ -130,11 +139,30 @@ def test_golden_files(path, implementation):
 
 
 def same_codes(got, want):
-    """The golden files have no negative zero: code 8 counts as 0."""
-    unsigned = lambda codes: np.where(codes == 8, 0, codes)  # noqa: E731
     got, want = np.asarray(got), np.asarray(want)
-    for shift in (0, 4):
-        np.testing.assert_array_equal(unsigned(got >> shift & 15), unsigned(want >> shift & 15))
+    np.testing.assert_array_equal(without_negative_zero(got), without_negative_zero(want))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_contraction_length(variant):
+    """B6: all k with every flag of a quantizer."""
+    rng = np.random.default_rng(0)
+    for k in (16, 32, 48, 64, 96, 112, 128, 192, 256, 384, 448, 512):
+        x = rng.standard_normal((32, k)).astype(ml_dtypes.bfloat16)
+        got = fp4.quantize_transpose(jnp.asarray(x), **VARIANTS[variant], implementation="cpu")
+        want = fp4.quantize_transpose(x, **VARIANTS[variant], implementation="reference")
+        for a, b in zip(got, want, strict=True):
+            assert_same(a, b, f"{variant}, k={k}")
+
+
+def test_rank_is_that_of_the_two_dimensional_reshape():
+    """A23, at the ops."""
+    for shape in ((2, 3, 64), (1, 1, 16), (64,), (0, 64)):
+        x = jax.random.normal(KEY, shape)
+        for axis in (-1, 0):
+            got, want = fp4.quantize(x, axis=axis), fp4.quantize(x.reshape(-1, shape[-1]), axis=axis)
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_array_equal(bits(a).reshape(b.shape), bits(b))
 
 
 @pytest.mark.parametrize("path", golden_files("gemm_*"), ids=lambda p: p.stem)
@@ -360,6 +388,7 @@ def test_differentiation_is_refused(implementation):
 ONES = jnp.ones((16, 32))
 MIXED = fp4.quantize(ONES, axis=0, hadamard=True).mT
 FOUR = fp4.FourOverSix()
+FOREIGN = dataclasses.replace(fp4.quantize(ONES), format="mxfp8")
 BOTH = fp4.quantize_transpose
 
 
@@ -379,7 +408,6 @@ BOTH = fp4.quantize_transpose
         (lambda: fp4.quantize(ONES, axis=0, hadamard=True, row_scaled=True), ValueError, "row_scaled=True is together"),
         (lambda: fp4.quantize(ONES, block=(16, 16), row_scaled=True), ValueError, "together with block"),
         (lambda: fp4.quantize(ONES, key=KEY, row_scaled=True), ValueError, "together with a key"),
-        (lambda: fp4.quantize(ONES, axis=0, hadamard=True, block=(16, 16)), ValueError, "together with block"),
         (lambda: fp4.quantize(ONES, key=KEY, four_over_six=FOUR), ValueError, "together with a key"),
         (lambda: fp4.quantize(ONES, four_over_six=True), TypeError, "four_over_six is True; needs a FourOverSix"),
         (lambda: fp4.quantize(ONES, amax=np.float32(-1)), ValueError, "amax is negative"),
@@ -399,7 +427,16 @@ BOTH = fp4.quantize_transpose
         (lambda: fp4.matmul(fp4.quantize(ONES, axis=0), ONES), ValueError, "lhs is blocked along axis 0; needs"),
         (lambda: fp4.matmul(fp4.quantize(ONES), fp4.quantize(ONES.T)), ValueError, "rhs is blocked along axis -1"),
         (lambda: fp4.matmul(MIXED, fp4.quantize(ONES, axis=0)), ValueError, "both or neither"),
-        (lambda: fp4.matmul(ONES.astype(int), ONES), TypeError, "lhs is int32"),
+        (lambda: fp4.matmul(ONES.astype(int), ONES), TypeError, "lhs is an array of int32"),
+        (lambda: fp4.matmul(ONES.T, fp4.quantize(ONES, axis=0, hadamard=True)), ValueError, "both or neither"),
+        (lambda: fp4.matmul(MIXED, ONES), ValueError, "both or neither"),
+        (lambda: fp4.matmul(FOREIGN, ONES.T), ValueError, "lhs.format is 'mxfp8'"),
+        (lambda: fp4.dequantize(FOREIGN), ValueError, "q.format is 'mxfp8'"),
+        (lambda: fp4.matmul(ONES, ONES.T, preferred_element_type=jnp.int8), TypeError, "element_type is int8"),
+        (lambda: fp4.quantize(ONES, dtype="blah"), TypeError, "dtype is 'blah'"),
+        (lambda: fp4.quantize(ONES, batch_dims=True), ValueError, "batch_dims is True"),
+        (lambda: BOTH(ONES, amax=(np.float32(1), None)), ValueError, "needs a pair"),
+        (lambda: BOTH(ONES, amax=(np.float32(1),) * 3), ValueError, "needs a pair"),
         (lambda: fp4.matmul(ONES[0], ONES), ValueError, "two axes"),
         (lambda: np.asarray(fp4.quantize(ONES)), TypeError, "never turns into one silently"),
     ],
@@ -412,19 +449,25 @@ def test_bad_input(call, error, says):
 
 
 def test_a_traced_negative_amax_is_refused_by_the_handler():
-    with pytest.raises(Exception, match="quantize: amax"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="quantize: amax"):
         jax.block_until_ready(jax.jit(lambda a: fp4.quantize(ONES, amax=a).codes)(np.float32(-1)))
 
 
-@settings(max_examples=10)
-@given(st.integers(0, 2**31))
-def test_axis_zero_is_the_transpose_quantized_along_rows(seed):
+@pytest.mark.parametrize("shape", [(1, 1), (17, 33), (48, 64), (70, 5)])
+def test_axis_zero_is_the_transpose_quantized_along_rows(shape):
     """numerics 1.3."""
-    rng = np.random.default_rng(seed)
-    x = jnp.asarray(rng.standard_normal((rng.integers(1, 70), rng.integers(1, 70))), jnp.bfloat16)
+    x = jax.random.normal(KEY, shape, jnp.bfloat16)
     for flags in ({}, dict(row_scaled=True), dict(block=(16, 16))):
         run = partial(fp4.quantize, implementation="cpu", **flags)
         column, row = run(x, axis=0), run(x.T)
-        np.testing.assert_array_equal(column.codes, row.codes)
-        np.testing.assert_array_equal(bits(column.block_scale), bits(row.block_scale))
-        np.testing.assert_array_equal(column.amax, row.amax)
+        for a, b in zip(jax.tree.leaves(column), jax.tree.leaves(row), strict=True):
+            np.testing.assert_array_equal(bits(a), bits(b))
+
+
+def test_tensor_scales_are_applied_one_after_the_other():
+    """numerics 1.10: their product may be denormal; under jit too, where both are constants."""
+    lhs = fp4.quantize(jax.random.normal(KEY, (16, 64)) * 1e-20)
+    rhs = fp4.quantize(jax.random.normal(KEY, (64, 16)) * 1e-14, axis=0)
+    eager = np.asarray(fp4.matmul(lhs, rhs))
+    assert (np.abs(eager) > 1e-38).any()
+    np.testing.assert_array_equal(jax.jit(lambda: fp4.matmul(lhs, rhs))(), eager)

@@ -1,5 +1,7 @@
 """report: what it says is what the program does."""
 
+import concurrent.futures
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -71,3 +73,10 @@ def test_nothing_is_recorded_outside_a_report():
     jax.make_jaxpr(loss(fp4.NVFP4BlockScaling("unquant")))(X, W)
     report = fp4.report(lambda x: x + 1, X)
     assert report.rows == () and report.calls == ()
+
+
+def test_every_thread_traces_again():
+    step = jax.jit(loss(fp4.NVFP4BlockScaling("unquant")))
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        assert len(fp4.report(step, X, W).rows) == 1
+        assert len(other.submit(fp4.report, step, X, W).result().rows) == 1

@@ -1,9 +1,5 @@
-// Fuzz and property test of the CPU kernels: no XLA, no Python. From the root of the repository, on
-// one line:
-//
-//   g++ -std=c++17 -O1 -g -ffp-contract=off -fsanitize=address,undefined
-//     -fno-sanitize-recover=all tests/cpp/*.cc xla_ffi/cpu/dispatch.cc xla_ffi/cpu/quantize.cc
-//     -pthread -o fuzz_kernels && ./fuzz_kernels [cases] [seed]
+// Fuzz and property test of the CPU kernels: no XLA, no Python. tests/test_kernels_cpp.py builds it
+// under sanitizers, with the kernels of every instruction set: fuzz_kernels [cases] [seed].
 //
 // Every buffer lies on the heap with its exact size, so the sanitizer sees any step outside. Each
 // case runs with outputs poisoned with 0x7F and with 0x00 (all bytes are written), on every
@@ -160,21 +156,19 @@ bool same(const Form& a, const Form& b) {
          (a.amax.empty() || std::memcmp(a.amax.data(), b.amax.data(), 4 * a.amax.size()) == 0);
 }
 
-int64_t blocks_of(int64_t extent) { return (extent + kBlock - 1) / kBlock; }
-
-Form poisoned(const QuantizeProblem& p, int64_t rows, int64_t extent, int poison) {
+Form poisoned(const QuantizeProblem& p, const StoredForm& stored, int poison) {
   Form form;
-  const auto blocks = static_cast<size_t>(p.batch * rows * blocks_of(extent));
+  const auto blocks = static_cast<size_t>(p.batch * stored.rows * stored.blocks);
   form.codes.assign(blocks * kBlockCodeBytes, static_cast<uint8_t>(poison));
   form.block_scale.assign(blocks, static_cast<uint8_t>(poison));
-  form.amax.resize(static_cast<size_t>(p.row_scaled ? p.batch * rows : p.batch));
+  form.amax.resize(static_cast<size_t>(amax_count(p, stored)));
   if (!form.amax.empty()) std::memset(form.amax.data(), poison, 4 * form.amax.size());
   return form;
 }
 
 Result run(const Case& c, const Kernels& kernels, int poison, int64_t threads, bool late) {
   QuantizeProblem p = c.problem;
-  Result r = {poisoned(p, p.m, p.k, poison), poisoned(p, p.k, p.m, poison)};
+  Result r = {poisoned(p, p.row, poison), poisoned(p, p.column, poison)};
   const auto attach = [](StoredForm& form, Form& buffers) {
     form.codes = buffers.codes.data();
     form.block_scale = buffers.block_scale.data();
@@ -256,8 +250,11 @@ Case random_case() {
       c.seed.push_back(static_cast<uint32_t>(i % 4 < 2 ? random_engine() : 16 * draw(0, 1000)));
   p.seed = c.seed.empty() ? nullptr : c.seed.data();
   const int wanted = static_cast<int>(draw(1, 3)), bound = chance(0.5) ? 256 : 448;
-  p.row = {(wanted & 1) != 0, false, norm, bound, nullptr, nullptr, nullptr};
+  p.row = {(wanted & 1) != 0, p.m,    ceil_div(p.k, kBlock), false, norm, bound, nullptr,
+           nullptr,           nullptr};
   p.column = {(wanted & 2) != 0,
+              p.k,
+              ceil_div(p.m, kBlock),
               plain && chance(0.4),
               p.row_scaled ? ErrorNorm::kNone : norm,
               p.row_scaled ? 448 : bound,
@@ -294,7 +291,9 @@ void test_transpose(const Case& c, const Form& column) {
         "column-wise = rows of transpose");
 }
 
-void test_dequantize(const Form& form, const QuantizeProblem& p, int64_t rows, int64_t extent) {
+void test_dequantize(Form form, const QuantizeProblem& p, int64_t rows, int64_t extent) {
+  if (chance(0.5))  // any byte may come as a scale
+    for (uint8_t& byte : form.block_scale) byte = static_cast<uint8_t>(draw(0, 255));
   DequantizeProblem d = {};
   d.codes = form.codes.data();
   d.block_scale = form.block_scale.data();
@@ -303,27 +302,27 @@ void test_dequantize(const Form& form, const QuantizeProblem& p, int64_t rows, i
   d.bound = chance(0.5) ? 256 : 448;
   d.batch = p.batch;
   d.rows = rows;
-  d.blocks = blocks_of(extent);
+  d.blocks = ceil_div(extent, kBlock);
   d.extent = chance(0.5) ? extent : d.blocks * kBlock;
   d.out_dtype = static_cast<DType>(draw(0, 2));
   const size_t width = d.out_dtype == DType::kF32 ? 4 : 2;
   Bytes first;
-  for (int i = 0; i < compiled_kernels(); ++i)
+  for (int i = 0; i < kernel_tables(); ++i)
     for (int poison : {0x7F, 0x00}) {
-      if (compiled_kernels(i) == nullptr) continue;
+      if (kernel_table(i) == nullptr) continue;
       Bytes out(static_cast<size_t>(d.batch * d.rows * d.extent) * width,
                 static_cast<uint8_t>(poison));
       d.out = out.data();
       TestPool pool(2, false);
       PoolExecutor<TestPool> executor(pool);
-      dequantize(*compiled_kernels(i), executor, d);
+      dequantize(*kernel_table(i), executor, d);
       if (i == 0 && poison == 0x7F) first = out;
       check(out == first, "dequantize: poison or instruction set changes bits");
     }
 }
 
 void test_case(const Case& c) {
-  const Kernels& baseline = *compiled_kernels(0);
+  const Kernels& baseline = *kernel_table(0);
   const Result first = run(c, baseline, 0x7F, 1, false);
   const auto equal = [&](const Result& r, const char* what) {
     check(same(r.row, first.row) && same(r.column, first.column), what);
@@ -331,8 +330,8 @@ void test_case(const Case& c) {
   equal(run(c, baseline, 0x00, 1, false), "quantize: a byte is not written");
   equal(run(c, baseline, 0x00, 3, false), "quantize: threads change bits");
   equal(run(c, baseline, 0x00, 3, true), "quantize: late tasks change bits");
-  for (int i = 1; i < compiled_kernels(); ++i)
-    if (const Kernels* table = compiled_kernels(i))
+  for (int i = 1; i < kernel_tables(); ++i)
+    if (const Kernels* table = kernel_table(i))
       equal(run(c, *table, 0x7F, 2, false), "quantize: instruction set changes bits");
 #if defined(__x86_64__)
   const unsigned int mode = _mm_getcsr();
@@ -355,7 +354,7 @@ int main(int argc, char** argv) {
   random_engine.seed(argc > 2 ? static_cast<uint64_t>(std::atoll(argv[2])) : 1);
   test_codec();
   int sets = 0;
-  for (int i = 0; i < compiled_kernels(); ++i) sets += compiled_kernels(i) != nullptr;
+  for (int i = 0; i < kernel_tables(); ++i) sets += kernel_table(i) != nullptr;
   for (int i = 0; i < cases; ++i) test_case(random_case());
   std::printf("fuzz_kernels: %d cases on %d instruction sets are equal bit for bit\n", cases, sets);
   return 0;
