@@ -11,7 +11,6 @@ SHELL       := bash
 
 PYTHON  ?= python3
 ARGS    ?=
-comma   := ,
 WORKERS ?= 2
 NATIVE  := pyproject.toml CMakeLists.txt $(shell find xla_ffi -type f 2>/dev/null)
 
@@ -19,14 +18,14 @@ NATIVE  := pyproject.toml CMakeLists.txt $(shell find xla_ffi -type f 2>/dev/nul
 candidates = python3.12 $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12))
 PYTHON312 ?= $(firstword $(foreach p,$(candidates),$(shell $(p) -c 'import sys; print(sys.executable)' 2>/dev/null)))
 
-# $(call environment,FOLDER,PYTHON,EXTRAS)
+# $(call environment,FOLDER,PYTHON). The tests run the examples, so both extras are always wanted.
 define environment
 	$(2) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
 	  echo "jax_fp4 needs Python 3.11, 3.12 or 3.13, but '$(2)' is: $$($(2) --version 2>&1 || true)" >&2; \
 	  echo "Name one that fits:  make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; exit 1; }
 	test -x $(1)/bin/pip || { echo "== $(1): creating it with $$($(2) --version)"; $(2) -m venv $(1); }
 	echo "== $(1): installing jax_fp4 and compiling its CPU kernels (first time: one to three minutes)"
-	SECONDS=0; $(1)/bin/pip install -q --disable-pip-version-check -e '.[$(3)]'; echo "== $(1): ready after $${SECONDS} s"
+	SECONDS=0; $(1)/bin/pip install -q --disable-pip-version-check -e '.[examples,test]'; echo "== $(1): ready after $${SECONDS} s"
 	touch $@
 endef
 
@@ -45,13 +44,13 @@ lint: .venv/.lint  ## ruff, pyright, clang-format: report only
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/pyright --pythonpath .venv/bin/python
-	@find xla_ffi -type f \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print0 \
+	@find xla_ffi tests/cpp -type f \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print0 \
 	  | xargs -0 --no-run-if-empty .venv/bin/clang-format --dry-run -Werror
 
 format: .venv/.lint  ## let ruff and clang-format rewrite the sources
 	@.venv/bin/ruff check --fix-only -q .
 	@.venv/bin/ruff format .
-	@find xla_ffi -type f \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print0 \
+	@find xla_ffi tests/cpp -type f \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print0 \
 	  | xargs -0 --no-run-if-empty .venv/bin/clang-format -i
 
 core:  ## run the core tests on Python 3.12 with the newest jax
@@ -67,10 +66,10 @@ clean:  ## remove all that make created: environments, builds, caches, results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.installed: $(NATIVE)
-	@$(call environment,.venv,$(PYTHON),examples$(comma)test)
+	@$(call environment,.venv,$(PYTHON))
 
 .venv-core/.installed: $(NATIVE)
-	@$(call environment,.venv-core,$(PYTHON312),test)
+	@$(call environment,.venv-core,$(PYTHON312),examples$(comma)test)
 
 # The linters alone: installing the [dev] extra would build the extension once more.
 .venv/.lint: .venv/.installed

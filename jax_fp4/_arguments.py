@@ -69,18 +69,8 @@ def float_dtype(op: str, argument: str, dtype, because: str) -> np.dtype:
 
 
 def compute_dtype(op: str, x, dtype) -> str:
-    name = getattr(getattr(x, "dtype", None), "name", None)
-    if name is None:
-        raise TypeError(
-            message(op, "x", f"a {type(x).__name__}", "an array", "its dtype decides the rounding", "jnp.asarray(x)")
-        )
-    if name not in FLOATS:
-        raise TypeError(
-            message(
-                op, "x", f"an array of {name}", f"one of {FLOATS}", "the kernels read these", "x.astype(jnp.float32)"
-            )
-        )
-    return name if dtype is None else float_dtype(op, "dtype", dtype, "x is rounded to it").name
+    check_float(op, "x", x)
+    return x.dtype.name if dtype is None else float_dtype(op, "dtype", dtype, "x is rounded to it").name
 
 
 @dataclass(frozen=True)
@@ -136,18 +126,13 @@ def given_amax(op: str, name: str, amax, tensor: Tensor, q: Quantization, axis: 
     if amax is None:
         return None
     need = tensor.rows(axis) if q.row_scaled else tensor.batch
-    shape, dtype = np.shape(amax), getattr(amax, "dtype", np.dtype(np.float32))
-    if shape != need or dtype.name != "float32":
-        raise ValueError(
-            message(
-                op,
-                name,
-                f"{dtype.name} {shape}",
-                f"float32 {need}",
-                "it is the tensor's absolute maximum (or its rows')",
-                "amax=None",
-            )
-        )
+    if isinstance(amax, float | int) and not isinstance(amax, bool):
+        amax = np.float32(amax)
+    dtype, shape = getattr(amax, "dtype", None), getattr(amax, "shape", None)
+    if dtype != np.float32 or shape != need:
+        shown = f"{dtype} {shape}" if dtype is not None else f"a {type(amax).__name__}"
+        why = "it is the tensor's absolute maximum (or its rows')"
+        raise ValueError(message(op, name, shown, f"float32 {need}", why, "amax=None"))
     if not isinstance(amax, Tracer) and np.any(np.asarray(amax) < 0):
         raise ValueError(message(op, name, "negative", "values >= 0", "it is an absolute maximum", "jnp.abs(amax)"))
     rows = stored(tensor.x.shape, axis)[0]
@@ -218,9 +203,10 @@ def check_operand(op: str, name: str, operand, axis: int) -> None:
 
 
 def check_float(op: str, name: str, value) -> None:
-    dtype = None if isinstance(value, QuantizedTensor) else getattr(value, "dtype", None)
-    if getattr(dtype, "name", None) not in FLOATS:
-        shown = f"an array of {dtype}" if dtype is not None else f"a {type(value).__name__}"
-        raise TypeError(
-            message(op, name, shown, f"an array of {FLOATS}", "the kernels read these", f"{name}.astype(jnp.float32)")
-        )
+    """An array, of JAX or NumPy, whose dtype the kernels read."""
+    if not isinstance(value, jax.Array | np.ndarray):
+        fix = f"jax_fp4.dequantize({name})" if isinstance(value, QuantizedTensor) else f"jnp.asarray({name})"
+        raise TypeError(message(op, name, f"a {type(value).__name__}", "an array", "its values are read", fix))
+    if value.dtype not in [jnp.dtype(known) for known in FLOATS]:  # not by name: big-endian is "float32" too
+        shown, fix = f"an array of {value.dtype}", f"{name}.astype(jnp.float32)"
+        raise TypeError(message(op, name, shown, f"one of {FLOATS}", "the kernels read these", fix))

@@ -72,8 +72,11 @@ class QuantizedTensor:
         return dataclasses.replace(self, axis=0 if self.axis == -1 else -1)
 
     def __repr__(self) -> str:
-        kind = "row-scaled " if self.row_scaled else ""
-        return f"QuantizedTensor({kind}{self.format}, shape={self.shape}, axis={self.axis}, dtype={self.dtype.name})"
+        # Of what there is: under transformations the leaves may be shapes, axes, shardings or None.
+        codes, amax = (getattr(leaf, "shape", leaf) for leaf in (self.codes, self.amax))
+        block = "" if self.block[0] == 1 else f", block={self.block}"
+        kind = f"{self.format}, axis={self.axis}, extent={self.extent}, dtype={self.dtype.name}{block}"
+        return f"QuantizedTensor({kind}, codes={codes}, amax={amax})"
 
     def __array__(self, dtype=None, copy=None):
         raise TypeError(

@@ -16,7 +16,7 @@ from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import UnsupportedError, is_strict, message
 from jax_fp4._formats import BLOCK
 from jax_fp4._modes import Kernel, Needs, Residuals, is_frozen
-from jax_fp4._ops import matmul, product, refuse_padding
+from jax_fp4._ops import along_last, matmul, product, refuse_padding
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, resolve, why_unquantized
 
 
@@ -127,7 +127,7 @@ def _high_precision(x, kernel, bias, y_dtype):
         y = matmul(x, _modes.along_k(kernel), preferred_element_type=y_dtype)
     else:
         y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=y_dtype)
-    return y if bias is None else y + bias.astype(y_dtype)
+    return y if bias is None else y + along_last(bias.astype(y_dtype), y.ndim)
 
 
 def _is_primal(leaf) -> bool:
@@ -187,7 +187,7 @@ def _check(op: str, x, kernel: Any, bias) -> None:
 
 def _check_frozen(op: str, kernel) -> None:
     pair = kernel if isinstance(kernel, tuple) else (None, kernel)
-    if len(pair) != 2 or not all(isinstance(q, QuantizedTensor | None) for q in pair):
+    if len(pair) != 2 or (isinstance(kernel, tuple) and not all(isinstance(q, QuantizedTensor) for q in pair)):
         raise TypeError(
             message(
                 op,

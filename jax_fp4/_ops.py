@@ -8,6 +8,7 @@ from typing import Literal, assert_never
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from jax_fp4 import _ffi, _record, reference
 from jax_fp4._arguments import (
@@ -79,8 +80,8 @@ def quantize(
         )
     tensor = Tensor.of(op, x, batch_dims, implementation)
     given = given_amax(op, "amax", amax, tensor, q, axis)
-    run = _implementation(op, implementation, is_strict(), q=q)
-    _note(op, tensor, (axis,), implementation)
+    run = _choose(op, implementation, q=q)
+    _note(op, tensor, q, (axis,), implementation)
     result = run(tensor.x, given, seed_words(op, key, tensor))
     return tensor.pack(result, q, axis)
 
@@ -109,8 +110,8 @@ def quantize_transpose(
     tensor = Tensor.of(op, x, batch_dims, implementation)
     row, column = _amax_pair(op, amax, q)
     given = given_amax(op, "amax[0]", row, tensor, q, -1), given_amax(op, "amax[1]", column, tensor, q, 0)
-    run = _implementation(op, implementation, is_strict(), q=q)
-    _note(op, tensor, (-1, 0), implementation)
+    run = _choose(op, implementation, q=q)
+    _note(op, tensor, q, (-1, 0), implementation)
     result = run(tensor.x, *given, seed_words(op, key, tensor))
     return tensor.pack(result[:3], q, -1), tensor.pack(result[3:], q, 0)
 
@@ -155,9 +156,7 @@ def dequantize(q: QuantizedTensor, dtype=None, *, implementation: Implementation
 def decode(q: QuantizedTensor, dtype, extent: int, implementation: Implementation = None, product_form: bool = False):
     """Values of q in its stored orientation, [..., r, extent]. Product form leaves the tensor scale out."""
     codes, block_scale, amax = _stored_matrices(q)
-    run = _implementation(
-        "dequantize", implementation, is_strict(), bound=q.bound, extent=extent, dtype=np.dtype(dtype)
-    )
+    run = _choose("dequantize", implementation, bound=q.bound, extent=extent, dtype=np.dtype(dtype))
     values = run(codes, block_scale, None if product_form else amax)
     return values.reshape(*q.codes.shape[:-1], extent)
 
@@ -215,13 +214,19 @@ def product(lhs, rhs, dtype, bias=None):
         a, b = (decode(q, jnp.bfloat16, length, product_form=True) for q in (lhs, rhs))
         column, row = (reference.tensor_factor(q.amax, q.codes.ndim, q.bound) for q in (lhs, rhs))
         acc = _dot(a, b, batch, rhs_contracts=-1)
-        return reference.epilogue(acc, column, jnp.swapaxes(row, -1, -2), dtype, bias)
+        with jax.numpy_rank_promotion("allow"):
+            return reference.epilogue(acc, column, jnp.swapaxes(row, -1, -2), dtype, bias)
     compute = lhs.dtype if isinstance(rhs, QuantizedTensor) else rhs.dtype
     a = dequantize(lhs, compute) if isinstance(lhs, QuantizedTensor) else lhs
     # In its stored orientation, so that no transpose of a weight is written.
     b = decode(rhs, compute, rhs.extent) if isinstance(rhs, QuantizedTensor) else rhs
     acc = _dot(a, b, batch, rhs_contracts=-1 if isinstance(rhs, QuantizedTensor) else -2)
-    return (acc if bias is None else acc + bias.astype(jnp.float32)).astype(dtype)
+    return (acc if bias is None else acc + along_last(bias.astype(jnp.float32), acc.ndim)).astype(dtype)
+
+
+def along_last(bias: Float[Array, " n"], ndim: int):
+    """bias [1, ..., 1, n]: rank promotion may be forbidden."""
+    return bias.reshape((1,) * (ndim - 1) + bias.shape)
 
 
 def supported(op: str, platform: str) -> Support:
@@ -237,6 +242,11 @@ def supported(op: str, platform: str) -> Support:
 # --- choosing and calling ---
 
 
+def _choose(op: str, implementation: Implementation, **static):
+    check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
+    return _implementation(op, implementation, is_strict(), **static)
+
+
 @functools.cache
 def _implementation(op: str, implementation: Implementation, strict: bool, **static):
     """The function that runs: chosen when the program is lowered, or the named one.
@@ -244,8 +254,12 @@ def _implementation(op: str, implementation: Implementation, strict: bool, **sta
     Cached, so that eager calls find their compiled program and the reference is traced once for each shape. inline:
     in a traced program there is no call around it, only the custom call.
     """
-    check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
-    native, fallback = (partial(function, **static) for function in _FUNCTIONS[op])
+    native, specification = (partial(function, **static) for function in _FUNCTIONS[op])
+
+    def fallback(*arguments):
+        with jax.numpy_rank_promotion("allow"):  # the specification broadcasts as NumPy does, whatever the user forbids
+            return specification(*arguments)
+
     match implementation:
         case "reference":
             compiled = jax.jit(_undifferentiable(op, fallback), inline=True)
@@ -279,24 +293,25 @@ _FUNCTIONS = {
 def _undifferentiable(op: str, function):
     """`function`, raising where it would be differentiated: through packed bytes every gradient is zero."""
     guarded = jax.custom_jvp(function)
+    operand = "q (or a quantized kernel)" if op == "dequantize" else "x"
 
     @guarded.defjvp
     def _(*_):
         raise UnsupportedError(
             message(
                 op,
-                "x",
+                operand,
                 "differentiated",
                 "a constant",
                 "packed codes carry no gradient, and zeros would go unnoticed",
-                "jax_fp4.dense, or jax.lax.stop_gradient(x)",
+                "jax_fp4.dense, or jax.lax.stop_gradient of it",
             )
         )
 
     return guarded
 
 
-def _note(op: str, tensor: Tensor, axes: tuple[int, ...], implementation: Implementation) -> None:
+def _note(op: str, tensor: Tensor, q: Quantization, axes: tuple[int, ...], implementation: Implementation) -> None:
     """Record the call; under strict() refuse what it pads."""
     padding = 0
     for axis in axes:
@@ -304,6 +319,8 @@ def _note(op: str, tensor: Tensor, axes: tuple[int, ...], implementation: Implem
         padding += math.prod(tensor.batch) * rows * (padded(extent) - extent)
         if extent % BLOCK and is_strict():
             refuse_padding(op, "x", f"extent {extent} along axis {axis}")
+        if q.tile > 1 and rows % q.tile and is_strict():
+            refuse_padding(op, "x", f"{rows} rows under a tile of {q.tile}")
     _record.record(
         _record.CallEvent(_record.path(), op, tensor.x.shape, implementation or "chosen at lowering", padding)
     )

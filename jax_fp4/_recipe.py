@@ -49,9 +49,17 @@ def _backward_mode(op: str, value) -> BackwardMode:
 
 
 def check_choice(op: str, argument: str, value: object, choices: tuple, because: str) -> None:
-    # `in` would take True for 1 and np.str_ for str: harmless, they hash alike.
-    if not any(value == choice and type(value) is type(choice) for choice in choices):
+    if not any(_same(value, choice) for choice in choices):
         raise ValueError(message(op, argument, repr(value), f"one of {choices}", because, repr(choices[0])))
+
+
+def _same(value: object, choice: object) -> bool:
+    """Equal and of one type: True is not 1, and an array is compared with nothing."""
+    if type(value) is not type(choice):
+        return False
+    if isinstance(value, tuple) and isinstance(choice, tuple):
+        return len(value) == len(choice) and all(map(_same, value, choice))
+    return value == choice
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from jax_fp4._formats import (
 AnyArray = Array | np.ndarray
 E4M3 = jnp.float8_e4m3fn
 FMAX = np.finfo(np.float32).max
+NAN = np.float32(np.nan)  # not jnp's, which jax_debug_nans would report when it is made
 SIXTH = np.float32(1) / np.float32(6)
 ABS_BITS = 0x7FFFFFFF
 # Mantissa bits, the float32 exponent field of the smallest normal, and the float32 bits of the largest value.
@@ -69,13 +70,13 @@ def _namespace(*arrays: Any) -> Any:
 
 def pinned(x):
     """x, and on jnp a value that neither XLA nor LLVM fuses with what follows: a select is in between."""
-    return x if _namespace(x) is np else jnp.where(x == x, x, jnp.float32(np.nan))
+    return x if _namespace(x) is np else jnp.where(x == x, x, NAN)
 
 
 def _divided(x, constant: int):
     """fl(x / constant). On jnp the divisor is selected by x, so it is no constant to anybody who compiles."""
     divisor = np.float32(constant)
-    return x / divisor if _namespace(x) is np else x / jnp.where(x == x, divisor, jnp.float32(np.nan))
+    return x / divisor if _namespace(x) is np else x / jnp.where(x == x, divisor, NAN)
 
 
 def _rounded(x, dtype: str):

@@ -56,7 +56,9 @@ def test_life_as_a_pytree():
     _, scanned = jax.lax.scan(lambda c, q: (c, fp4.dequantize(q)), 0, q)
     np.testing.assert_array_equal(scanned, fp4.dequantize(q))
     assert jax.jit(lambda q: q)(q).extent == 24
-    assert "axis=0" in repr(q) and "row-scaled" in repr(fp4.quantize(x, row_scaled=True))
+    assert "axis=0, extent=24" in repr(q)
+    for put in (lambda _: None, jnp.shape, lambda _: 0):
+        assert "QuantizedTensor(nvfp4" in repr(jax.tree.map(put, q))
 
 
 @pytest.mark.parametrize("use", [np.asarray, jnp.asarray, lambda q: q + 1, lambda q: jnp.dot(q, q)])

@@ -397,6 +397,17 @@ def test_frozen_kernel_gives_the_bits_of_its_high_precision_original(mode, form,
         same(dx, want_vjp(dy)[0])
 
 
+def test_users_debugging_flags():
+    """A finite step under jax_debug_nans, and with rank promotion forbidden, eagerly: no false alarm, no error."""
+    x, w, b, dy = operands()
+    with jax.debug_nans(True), jax.numpy_rank_promotion("raise"):
+        for mode in MODES:
+            gradients(x, w, b, dy, mode)
+        fp4.dense(x[None], fp4.quantize(w, axis=0), b)
+        for flags in (dict(row_scaled=True), dict(four_over_six=fp4.FourOverSix(), block=(16, 16)), dict(key=KEY)):
+            fp4.quantize_transpose(x, **flags, implementation="reference")
+
+
 def test_frozen_kernel_errors():
     x, w, _, _ = operands()
     q = fp4.quantize(w, axis=0)
@@ -406,6 +417,9 @@ def test_frozen_kernel_errors():
         fp4.dense(x, fp4.quantize(w), recipe=recipe())
     with pytest.raises(fp4.UnsupportedError, match="frozen"):
         jax.grad(lambda q: fp4.dense(x, q, recipe=recipe("unquant")).sum(), allow_int=True)(q)
+    for pair in ((None, q), (q, None), (q,), (w, q)):
+        with pytest.raises(TypeError, match=r"dense: kernel is a tuple; needs the pair"):
+            fp4.dense(x, pair, recipe=recipe())
     assert fp4.dense(x, q, recipe=recipe()).shape == (M, N)  # evaluation needs neither plane nor key
     assert fp4.dense(x, q).dtype == x.dtype
 

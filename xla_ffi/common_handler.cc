@@ -13,8 +13,6 @@ std::string shape_text(const int64_t* dimensions, size_t rank) {
   return text + "]";
 }
 
-int64_t padded(int64_t extent) { return (extent + kBlock - 1) / kBlock * kBlock; }
-
 }  // namespace
 
 ffi::Error Checks::error() const { return ffi::Error::InvalidArgument(text_); }
@@ -38,7 +36,10 @@ void Checks::not_negative(const char* name, const ffi::AnyBuffer& amax) {
   if (!ok()) return;
   const float* values = static_cast<const float*>(amax.untyped_data());
   bool negative = false;
-  for (size_t i = 0; i < amax.element_count(); ++i) negative |= values[i] < 0.0f;
+  for (size_t i = 0; i < amax.element_count(); ++i) {
+    const uint32_t bits = Lanes<float>::bits(values[i]), magnitude = bits & kMagnitude;
+    negative |= bits != magnitude && magnitude != 0 && magnitude <= kInfBits;
+  }
   require(!negative, std::string(name) + " has a negative element; needs absolute maxima");
 }
 
@@ -99,7 +100,7 @@ StoredForm stored_form(Checks& checks, const QuantizeProblem& p, const QuantizeA
                        ffi::Span<const int64_t> batch, bool along_k, const char* suffix,
                        const ffi::AnyBuffer& given, ffi::AnyBuffer codes,
                        ffi::AnyBuffer block_scale, ffi::AnyBuffer amax) {
-  const int64_t rows = along_k ? p.m : p.k, extent = padded(along_k ? p.k : p.m);
+  const int64_t rows = along_k ? p.m : p.k, blocks = ceil_div(along_k ? p.k : p.m, kBlock);
   const auto named = [suffix](const char* name) { return std::string(name) + suffix; };
   const auto amax_shape = [&](const std::string& name, const ffi::AnyBuffer& buffer) {
     if (a.row_scaled)
@@ -113,13 +114,16 @@ StoredForm stored_form(Checks& checks, const QuantizeProblem& p, const QuantizeA
   } else {
     checks.shape(named("amax").c_str(), given, ffi::DataType::F32, batch, {0});
   }
-  checks.shape(named("codes").c_str(), codes, ffi::DataType::U8, batch, {rows, extent / 2});
+  checks.shape(named("codes").c_str(), codes, ffi::DataType::U8, batch,
+               {rows, blocks * kBlockCodeBytes});
   checks.shape(named("block_scale").c_str(), block_scale, ffi::DataType::F8E4M3FN, batch,
-               {rows, extent / kBlock});
+               {rows, blocks});
   amax_shape(named("result amax"), amax);
 
   StoredForm form = {};
   form.wanted = true;
+  form.rows = rows;
+  form.blocks = blocks;
   form.hadamard = a.hadamard && !along_k;
   // The column-wise copy of a row-scaled tensor is made without four-over-six (numerics.md 1.4).
   const bool plain = a.row_scaled && !along_k;

@@ -29,7 +29,8 @@ class Checks {
   void shape(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
              ffi::Span<const int64_t> batch, std::initializer_list<int64_t> tail);
 
-  // No element of a given amax may be negative; NaN may.
+  // No element of a given amax may be below zero. -0.0 and every NaN may come, and bits decide: a
+  // thread of XLA takes denormals for zeros.
   void not_negative(const char* name, const ffi::AnyBuffer& amax);
 
   // The dtype of values, or a complaint.
@@ -40,7 +41,7 @@ class Checks {
   std::string text_;
 };
 
-// The attributes of quantize and quantize_transpose, as they arrive.
+// The attributes of quantize_transpose, as they arrive.
 struct QuantizeAttributes {
   int32_t tile;
   bool row_scaled;
@@ -48,8 +49,14 @@ struct QuantizeAttributes {
   int32_t four_over_six;
   int32_t bound;
   int32_t compute;
-  int64_t m_total, k_total;
+  int64_t m_total;
+  int64_t k_total;
   bool given_amax;
+};
+
+// Those of quantize.
+struct AxisQuantizeAttributes : QuantizeAttributes {
+  int32_t axis;
 };
 
 // x [*B, m, k] and seed [*B, 4] or [*B, 0] with their attributes; complains about what no kernel
@@ -65,5 +72,16 @@ StoredForm stored_form(Checks& checks, const QuantizeProblem& problem,
                        ffi::AnyBuffer codes, ffi::AnyBuffer block_scale, ffi::AnyBuffer amax);
 
 }  // namespace jax_fp4
+
+// The members of QuantizeAttributes, in their order.
+#define JAX_FP4_QUANTIZE_ATTRIBUTES                                                                \
+  StructMember<int32_t>("tile"), StructMember<bool>("row_scaled"), StructMember<bool>("hadamard"), \
+      StructMember<int32_t>("four_over_six"), StructMember<int32_t>("bound"),                      \
+      StructMember<int32_t>("compute"), StructMember<int64_t>("m_total"),                          \
+      StructMember<int64_t>("k_total"), StructMember<bool>("given_amax")
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp4::QuantizeAttributes, JAX_FP4_QUANTIZE_ATTRIBUTES);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp4::AxisQuantizeAttributes, JAX_FP4_QUANTIZE_ATTRIBUTES,
+                                      StructMember<int32_t>("axis"));
 
 #endif  // JAX_FP4_XLA_FFI_COMMON_HANDLER_H_

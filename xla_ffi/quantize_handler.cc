@@ -8,24 +8,22 @@ namespace {
 ffi::Error quantize_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer amax,
                          ffi::AnyBuffer seed, ffi::Result<ffi::AnyBuffer> codes,
                          ffi::Result<ffi::AnyBuffer> block_scale,
-                         ffi::Result<ffi::AnyBuffer> amax_out, int32_t axis, int32_t tile,
-                         bool row_scaled, bool hadamard, int32_t four_over_six, int32_t bound,
-                         int32_t compute, int64_t m_total, int64_t k_total, bool given_amax) {
-  const QuantizeAttributes attributes = {tile,    row_scaled, hadamard, four_over_six, bound,
-                                         compute, m_total,    k_total,  given_amax};
+                         ffi::Result<ffi::AnyBuffer> amax_out,
+                         const AxisQuantizeAttributes& attributes) {
   Checks checks("jax_fp4_quantize");
-  checks.require(axis == -1 || axis == 0, "attribute axis is not -1 or 0");
-  checks.require(!(hadamard && axis == -1), "hadamard needs axis 0");
+  checks.require(attributes.axis == -1 || attributes.axis == 0, "attribute axis is not -1 or 0");
+  checks.require(!(attributes.hadamard && attributes.axis == -1), "hadamard needs axis 0");
   ffi::Span<const int64_t> batch;
   QuantizeProblem problem = quantize_problem(checks, x, seed, attributes, batch);
   if (!checks.ok()) return checks.error();
-  const bool along_k = axis == -1;
+  const bool along_k = attributes.axis == -1;
   StoredForm& form = along_k ? problem.row : problem.column;
   form = stored_form(checks, problem, attributes, batch, along_k, "", amax, *codes, *block_scale,
                      *amax_out);
   if (!checks.ok()) return checks.error();
 
-  const float* given = given_amax ? static_cast<const float*>(amax.untyped_data()) : nullptr;
+  const float* given =
+      attributes.given_amax ? static_cast<const float*>(amax.untyped_data()) : nullptr;
   PoolExecutor<ffi::ThreadPool> executor(pool);
   quantize(kernels(), executor, problem, {given, given});
   return ffi::Error::Success();
@@ -43,13 +41,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_quantize, jax_fp4::quantize_impl,
                                   .Ret<xla::ffi::AnyBuffer>()  // codes
                                   .Ret<xla::ffi::AnyBuffer>()  // block_scale
                                   .Ret<xla::ffi::AnyBuffer>()  // amax
-                                  .Attr<int32_t>("axis")
-                                  .Attr<int32_t>("tile")
-                                  .Attr<bool>("row_scaled")
-                                  .Attr<bool>("hadamard")
-                                  .Attr<int32_t>("four_over_six")
-                                  .Attr<int32_t>("bound")
-                                  .Attr<int32_t>("compute")
-                                  .Attr<int64_t>("m_total")
-                                  .Attr<int64_t>("k_total")
-                                  .Attr<bool>("given_amax"));
+                                  .Attrs<jax_fp4::AxisQuantizeAttributes>());

@@ -9,11 +9,8 @@ ffi::Error quantize_transpose_impl(
     ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::AnyBuffer amax_t,
     ffi::AnyBuffer seed, ffi::Result<ffi::AnyBuffer> codes, ffi::Result<ffi::AnyBuffer> block_scale,
     ffi::Result<ffi::AnyBuffer> amax_out, ffi::Result<ffi::AnyBuffer> codes_t,
-    ffi::Result<ffi::AnyBuffer> block_scale_t, ffi::Result<ffi::AnyBuffer> amax_t_out, int32_t tile,
-    bool row_scaled, bool hadamard, int32_t four_over_six, int32_t bound, int32_t compute,
-    int64_t m_total, int64_t k_total, bool given_amax) {
-  const QuantizeAttributes attributes = {tile,    row_scaled, hadamard, four_over_six, bound,
-                                         compute, m_total,    k_total,  given_amax};
+    ffi::Result<ffi::AnyBuffer> block_scale_t, ffi::Result<ffi::AnyBuffer> amax_t_out,
+    const QuantizeAttributes& attributes) {
   Checks checks("jax_fp4_quantize_transpose");
   ffi::Span<const int64_t> batch;
   QuantizeProblem problem = quantize_problem(checks, x, seed, attributes, batch);
@@ -25,7 +22,7 @@ ffi::Error quantize_transpose_impl(
   if (!checks.ok()) return checks.error();
 
   GivenAmax given = {};
-  if (given_amax)
+  if (attributes.given_amax)
     given = {static_cast<const float*>(amax.untyped_data()),
              static_cast<const float*>(amax_t.untyped_data())};
   PoolExecutor<ffi::ThreadPool> executor(pool);
@@ -49,12 +46,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_quantize_transpose, jax_fp4::quantize_tran
                                   .Ret<xla::ffi::AnyBuffer>()  // codes_t
                                   .Ret<xla::ffi::AnyBuffer>()  // block_scale_t
                                   .Ret<xla::ffi::AnyBuffer>()  // amax_t
-                                  .Attr<int32_t>("tile")
-                                  .Attr<bool>("row_scaled")
-                                  .Attr<bool>("hadamard")
-                                  .Attr<int32_t>("four_over_six")
-                                  .Attr<int32_t>("bound")
-                                  .Attr<int32_t>("compute")
-                                  .Attr<int64_t>("m_total")
-                                  .Attr<int64_t>("k_total")
-                                  .Attr<bool>("given_amax"));
+                                  .Attrs<jax_fp4::QuantizeAttributes>());

@@ -38,9 +38,9 @@ JAX_FP4_FN void decode_block(const uint8_t* codes, float multiplier, typename T:
 JAX_FP4_FN void row_multipliers(const DequantizeProblem& p, const uint8_t* block_scale,
                                 int64_t count, float amax, float multipliers[kBlock]) {
   alignas(64) uint32_t scale[kBlock];
-  for (int i = 0; i < kBlock; ++i) scale[i] = i < count ? block_scale[i] & 0x7Fu : 0;
+  for (int i = 0; i < kBlock; ++i) scale[i] = i < count ? block_scale[i] : 0;
   for (int lane = 0; lane < kBlock; lane += kLanes) {
-    const F value = e4m3_decode<F>(load(scale + lane));
+    const F value = e4m3_decode_signed<F>(load(scale + lane));
     if (p.amax == nullptr)
       store(multipliers + lane, value);
     else

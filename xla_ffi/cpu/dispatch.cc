@@ -9,7 +9,7 @@ extern const Kernels kernels_avx512;
 #endif
 
 // What is asked of the machine is exactly what CMake passes to the compiler.
-int compiled_kernels() {
+int kernel_tables() {
 #if defined(__x86_64__)
   return 3;
 #else
@@ -17,7 +17,7 @@ int compiled_kernels() {
 #endif
 }
 
-const Kernels* compiled_kernels(int i) {
+const Kernels* kernel_table(int i) {
 #if defined(__x86_64__)
   if (i == 1) return __builtin_cpu_supports("avx2") ? &kernels_avx2 : nullptr;
   if (i == 2) {
@@ -32,8 +32,8 @@ const Kernels* compiled_kernels(int i) {
 const Kernels& kernels() {
   static const Kernels* const chosen = [] {
     const Kernels* best = &kernels_baseline;
-    for (int i = 0; i < compiled_kernels(); ++i)
-      if (const Kernels* table = compiled_kernels(i)) best = table;
+    for (int i = 0; i < kernel_tables(); ++i)
+      if (const Kernels* table = kernel_table(i)) best = table;
     return best;
   }();
   return *chosen;

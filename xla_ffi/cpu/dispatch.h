@@ -6,9 +6,11 @@
 
 namespace jax_fp4 {
 
-// Number of compiled tables, from the baseline up; and the i-th, or null if this machine lacks it.
-int compiled_kernels();
-const Kernels* compiled_kernels(int i);
+// Number of compiled tables.
+int kernel_tables();
+
+// The i-th of them, from the baseline up, or null if this machine lacks it.
+const Kernels* kernel_table(int i);
 
 // The widest that this machine has; the same at every call.
 const Kernels& kernels();

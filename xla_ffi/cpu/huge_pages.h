@@ -1,5 +1,6 @@
-// Output buffers are usually fresh memory, and the first touch of each 4 KiB page costs more than
-// filling it. Asking for huge pages makes that one fault for 2 MiB (NumPy does the same).
+// Output buffers are usually fresh memory, where the first touch of each page is a fault of its
+// own. Asking for huge pages makes it one fault for 2 MiB instead of one for 4 KiB (NumPy asks
+// too).
 #ifndef JAX_FP4_XLA_FFI_CPU_HUGE_PAGES_H_
 #define JAX_FP4_XLA_FFI_CPU_HUGE_PAGES_H_
 
@@ -15,7 +16,7 @@ namespace jax_fp4 {
 inline void prefer_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 4096;
-  if (bytes < (int64_t{4} << 20)) return;  // below it the call costs more than it saves
+  if (bytes < (int64_t{4} << 20)) return;  // at most one whole huge page lies in less
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
   const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
   const uintptr_t last = (begin + static_cast<uintptr_t>(bytes)) / kPage * kPage;

@@ -11,9 +11,11 @@ namespace jax_fp4 {
 enum class ErrorNorm : int32_t;
 enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
-// One stored form of x. codes [batch, rows, blocks * 8], block_scale [batch, rows, blocks].
+// One stored form of x. codes [batch, rows, blocks * 8], block_scale [batch, rows, blocks]. All may
+// be zero in a form that is not wanted.
 struct StoredForm {
   bool wanted;
+  int64_t rows, blocks;
   bool hadamard;
   ErrorNorm four_over_six;
   int32_t bound;

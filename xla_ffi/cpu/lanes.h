@@ -29,6 +29,17 @@ using I = int32_t __attribute__((vector_size(4 * JAX_FP4_LANES)));
 using U = uint32_t __attribute__((vector_size(4 * JAX_FP4_LANES)));
 using Wide = uint64_t __attribute__((vector_size(4 * JAX_FP4_LANES)));
 
+// Lanes of a, then of b, by number. (__builtin_shufflevector is in clang, and in GCC since 12.)
+template <int... lane, class V>
+JAX_FP4_FN V shuffle(V a, V b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, lane...);
+#else
+  using Numbers = decltype(a < b);  // the vector of int32_t of V's size
+  return __builtin_shuffle(a, b, Numbers{lane...});
+#endif
+}
+
 // 64-bit products of the even 32-bit lanes with b.
 JAX_FP4_FN Wide multiply_even(Wide a, uint32_t b) {
 #if defined(__AVX512F__)
@@ -113,16 +124,14 @@ JAX_FP4_FN void store_halves(uint16_t* to, U value) {
 // low[0], high[0], low[1], high[1], ...
 JAX_FP4_FN void store_interleaved(uint32_t* to, U low, U high) {
 #if JAX_FP4_LANES == 16
-  const U first =
-      __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const U second = __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29,
-                                           14, 30, 15, 31);
+  const U first = shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(low, high);
+  const U second = shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(low, high);
 #elif JAX_FP4_LANES == 8
-  const U first = __builtin_shufflevector(low, high, 0, 8, 1, 9, 2, 10, 3, 11);
-  const U second = __builtin_shufflevector(low, high, 4, 12, 5, 13, 6, 14, 7, 15);
+  const U first = shuffle<0, 8, 1, 9, 2, 10, 3, 11>(low, high);
+  const U second = shuffle<4, 12, 5, 13, 6, 14, 7, 15>(low, high);
 #else
-  const U first = __builtin_shufflevector(low, high, 0, 4, 1, 5);
-  const U second = __builtin_shufflevector(low, high, 2, 6, 3, 7);
+  const U first = shuffle<0, 4, 1, 5>(low, high);
+  const U second = shuffle<2, 6, 3, 7>(low, high);
 #endif
   memcpy(to, &first, sizeof(first));
   memcpy(to + kLanes, &second, sizeof(second));

@@ -9,8 +9,6 @@
 namespace jax_fp4 {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The order in which threads arrive does not matter to an integer maximum.
 void raise_to(float* amax, uint32_t bits) {
   static_assert(sizeof(float) == sizeof(uint32_t), "amaxes are reduced as bits");
@@ -98,14 +96,12 @@ bool quantize_in_block_order(const QuantizeProblem& p) {
 }
 
 int64_t quantize_items(const QuantizeProblem& p) {
-  if (quantize_in_block_order(p))
-    return p.batch * ceil_div(p.m * ceil_div(p.k, kBlock), kItemBlocks);
+  if (quantize_in_block_order(p)) return p.batch * ceil_div(p.row.rows * p.row.blocks, kItemBlocks);
   return p.batch * ceil_div(p.m, kItemRows) * ceil_div(p.k, kItemColumns);
 }
 
 int64_t amax_count(const QuantizeProblem& p, const StoredForm& form) {
-  if (!p.row_scaled) return p.batch;
-  return p.batch * (&form == &p.row ? p.m : p.k);
+  return p.row_scaled ? p.batch * form.rows : p.batch;
 }
 
 void quantize(const Kernels& kernels, Executor& executor, const QuantizeProblem& p,
@@ -117,12 +113,10 @@ void quantize(const Kernels& kernels, Executor& executor, const QuantizeProblem&
     if (p.column.wanted) std::copy_n(given.column, amax_count(p, p.column), p.column.amax);
   }
   for (const StoredForm* form : {&p.row, &p.column})
-    if (form->wanted) store_amax(form->amax, amax_count(p, *form));
-  const int64_t bytes = p.batch *
-                        std::max(p.m * ceil_div(p.k, kBlock), p.k * ceil_div(p.m, kBlock)) *
-                        kBlockCodeBytes;
-  for (const StoredForm* form : {&p.row, &p.column})
-    if (form->wanted) prefer_huge_pages(form->codes, bytes);
+    if (form->wanted) {
+      store_amax(form->amax, amax_count(p, *form));
+      prefer_huge_pages(form->codes, p.batch * form->rows * form->blocks * kBlockCodeBytes);
+    }
   executor.run(quantize_items(p),
                [&](int64_t begin, int64_t end) { kernels.quantize(p, begin, end); });
 }

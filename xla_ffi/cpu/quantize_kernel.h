@@ -10,7 +10,6 @@ namespace {  // compiled for several instruction sets: nothing here may be share
 
 constexpr uint32_t kRowDirection = 0, kColumnDirection = 1;  // Philox counter word 2
 
-JAX_FP4_FN int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 JAX_FP4_FN int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Where the blocks of one stored form lie in the global tensor, for the random bytes.
@@ -105,7 +104,7 @@ JAX_FP4_FN void put_run(const LaneCodes& from, int64_t count, uint8_t* codes,
 
 template <class T>
 void quantize_run(const QuantizeProblem& p, int64_t batch, int64_t item) {
-  const int64_t blocks = ceil_div(p.k, kBlock), total = p.m * blocks;
+  const int64_t blocks = p.row.blocks, total = p.m * blocks;
   const int64_t end = at_most(total, (item + 1) * kItemBlocks);
   const auto* x = static_cast<const typename T::Word*>(p.x) + batch * p.m * p.k;
   const float* amax = p.row.amax + (p.row_scaled ? batch * p.m : batch);
@@ -118,7 +117,7 @@ void quantize_run(const QuantizeProblem& p, int64_t batch, int64_t item) {
   if (!p.row_scaled) fill_scales(amax, true, 0, bound, scales);
   for (int64_t first = item * kItemBlocks; first < end; first += kBlock) {
     const int64_t count = at_most(end - first, kBlock);
-    // Most calls need no positions, and finding them costs as much as a quarter of the rest.
+    // Positions are found only where they are read.
     BlockRun run = {};
     if (p.k % kBlock != 0 || count < kBlock || p.row_scaled || p.seed != nullptr)
       run = BlockRun::at(first, count, blocks);
@@ -144,23 +143,18 @@ struct FormPiece {
   const StoredForm& form;
   Origin origin;
   float bound;
-  int64_t rows, blocks;  // of the stored form, one batch entry
-  const float* amax;     // of this batch entry
-  uint8_t* codes;        // of this batch entry
+  const float* amax;  // this and what follows: of this batch entry
+  uint8_t* codes;
   uint8_t* block_scale;
   bool row_scaled;
 
   JAX_FP4_MEMBER FormPiece of(const QuantizeProblem& p, const StoredForm& form, int64_t batch,
                               uint32_t direction) {
-    const bool along_k = direction == kRowDirection;
-    const int64_t rows = along_k ? p.m : p.k, blocks = ceil_div(along_k ? p.k : p.m, kBlock);
-    const int64_t before = batch * rows * blocks;
+    const int64_t before = batch * form.rows * form.blocks;
     return {form,
             Origin::of(p, batch, direction),
             static_cast<float>(form.bound),
-            rows,
-            blocks,
-            form.wanted ? form.amax + (p.row_scaled ? batch * rows : batch) : nullptr,
+            form.wanted ? form.amax + (p.row_scaled ? batch * form.rows : batch) : nullptr,
             form.wanted ? form.codes + before * kBlockCodeBytes : nullptr,
             form.wanted ? form.block_scale + before : nullptr,
             p.row_scaled};
@@ -169,7 +163,7 @@ struct FormPiece {
   // Scales of sixteen stored rows; they change only under row scaling.
   void scales(int64_t first_row, LaneScales& out) const {
     if (row_scaled)
-      fill_scales(amax + first_row, false, at_most(rows - first_row, kBlock), bound, out);
+      fill_scales(amax + first_row, false, at_most(form.rows - first_row, kBlock), bound, out);
     else
       fill_scales(amax, true, 0, bound, out);
   }
@@ -204,13 +198,13 @@ struct Strip {
   // Stored rows row0 to row0 + rows - 1, blocks block0 to block0 + blocks - 1 of `piece`.
   void flush(const FormPiece& piece, int64_t row0, int64_t rows, int64_t block0,
              int64_t blocks) const {
-    const int64_t at = row0 * piece.blocks + block0;
+    const int64_t stride = piece.form.blocks, at = row0 * stride + block0;
     for (int64_t first = 0; first < blocks; first += 8) {
       Tile by_row;
       transpose(codes[first / 8], by_row);
       uint8_t* to = piece.codes + (at + first) * kBlockCodeBytes;
       const int64_t bytes = at_most(blocks - first, 8) * kBlockCodeBytes;
-      for (int64_t i = 0; i < rows; ++i, to += piece.blocks * kBlockCodeBytes)
+      for (int64_t i = 0; i < rows; ++i, to += stride * kBlockCodeBytes)
         if (bytes == sizeof(by_row.v[i]))
           memcpy(to, by_row.v[i], sizeof(by_row.v[i]));
         else
@@ -218,7 +212,7 @@ struct Strip {
     }
     for (int64_t first = 0; first < blocks; first += 4) {
       uint8_t* to = piece.block_scale + at + first;
-      for (int64_t i = 0; i < rows; ++i, to += piece.blocks)
+      for (int64_t i = 0; i < rows; ++i, to += stride)
         if (blocks - first >= 4)
           memcpy(to, &scale[first / 4][i], 4);
         else
@@ -296,7 +290,7 @@ void quantize_piece(const QuantizeProblem& p, int64_t batch, int64_t row0, int64
 template <class T>
 void quantize_items_of(const QuantizeProblem& p, int64_t begin, int64_t end) {
   if (quantize_in_block_order(p)) {
-    const int64_t runs = ceil_div(p.m * ceil_div(p.k, kBlock), kItemBlocks);
+    const int64_t runs = ceil_div(p.m * p.row.blocks, kItemBlocks);
     for (int64_t item = begin; item < end; ++item) quantize_run<T>(p, item / runs, item % runs);
     return;
   }

@@ -110,11 +110,11 @@ JAX_FP4_FN void load_panel(const typename T::Word* x, int64_t stride, int64_t ro
 #if defined(__AVX512F__)
 
 JAX_FP4_FN F even_quarters(F x, F y) {
-  return __builtin_shufflevector(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+  return shuffle<0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27>(x, y);
 }
 
 JAX_FP4_FN F odd_quarters(F x, F y) {
-  return __builtin_shufflevector(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  return shuffle<4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31>(x, y);
 }
 
 // Four rounds: pairs of rows, quads, then 128-bit quarters twice.
@@ -122,17 +122,14 @@ JAX_FP4_FN void transpose(const Tile& from, Tile& to) {
   F a[16], b[16];
   for (int i = 0; i < 16; i += 2) {
     const F x = load(from.v[i]), y = load(from.v[i + 1]);
-    a[i] = __builtin_shufflevector(x, y, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-    a[i + 1] =
-        __builtin_shufflevector(x, y, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    a[i] = shuffle<0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29>(x, y);
+    a[i + 1] = shuffle<2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31>(x, y);
   }
   for (int i = 0; i < 16; i += 4)
     for (int j = 0; j < 2; ++j) {
       const F x = a[i + j], y = a[i + 2 + j];
-      b[i + 2 * j] =
-          __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-      b[i + 2 * j + 1] =
-          __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+      b[i + 2 * j] = shuffle<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(x, y);
+      b[i + 2 * j + 1] = shuffle<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(x, y);
     }
   // b[4 q + c] holds, in quarter p, column 4 p + c of rows 4 q to 4 q + 3.
   for (int c = 0; c < 4; ++c) {
@@ -154,13 +151,12 @@ JAX_FP4_FN void transpose(const Tile& from, Tile& to) {
     for (int j = 0; j < kBlock; j += 4) {
       Four row[4];
       for (int r = 0; r < 4; ++r) memcpy(&row[r], &from.v[i + r][j], sizeof(Four));
-      const Four a = __builtin_shufflevector(row[0], row[1], 0, 4, 1, 5);
-      const Four b = __builtin_shufflevector(row[0], row[1], 2, 6, 3, 7);
-      const Four c = __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5);
-      const Four d = __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7);
-      const Four out[4] = {
-          __builtin_shufflevector(a, c, 0, 1, 4, 5), __builtin_shufflevector(a, c, 2, 3, 6, 7),
-          __builtin_shufflevector(b, d, 0, 1, 4, 5), __builtin_shufflevector(b, d, 2, 3, 6, 7)};
+      const Four a = shuffle<0, 4, 1, 5>(row[0], row[1]);
+      const Four b = shuffle<2, 6, 3, 7>(row[0], row[1]);
+      const Four c = shuffle<0, 4, 1, 5>(row[2], row[3]);
+      const Four d = shuffle<2, 6, 3, 7>(row[2], row[3]);
+      const Four out[4] = {shuffle<0, 1, 4, 5>(a, c), shuffle<2, 3, 6, 7>(a, c),
+                           shuffle<0, 1, 4, 5>(b, d), shuffle<2, 3, 6, 7>(b, d)};
       for (int r = 0; r < 4; ++r) memcpy(&to.v[j + r][i], &out[r], sizeof(Four));
     }
 }

@@ -42,6 +42,8 @@ constexpr uint32_t kNanBits = 0x7FC00000u;
 constexpr uint32_t kNanScale = 0x7Fu;
 constexpr uint32_t kHadamardSigns = 0xD7E8u;  // bit i: element i is negated first
 
+JAX_FP4_FN int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 enum class ErrorNorm : int32_t { kNone = 0, kMae = 1, kMse = 2 };
 
 // What a lane type must offer. Bit patterns compared by lesser and greater are below 2^31.
@@ -162,7 +164,7 @@ JAX_FP4_FN Bits<F> e4m3_encode(F value) {
   return value < L::splat(0x1p-6f) ? subnormal : normal;
 }
 
-// The value of a code 0..0x7F; 0x7F is NaN.
+// The value of a code 0..0x7F, which is every scale that quantization makes; 0x7F is NaN.
 template <class F>
 JAX_FP4_FN F e4m3_decode(Bits<F> code) {
   using L = Lanes<F>;
@@ -170,6 +172,15 @@ JAX_FP4_FN F e4m3_decode(Bits<F> code) {
   const F normal = L::from_bits((code << 20) + (120u << 23));
   const F finite = code < L::splat_bits(8) ? subnormal : normal;
   return code == L::splat_bits(kNanScale) ? L::from_bits(L::splat_bits(kNanBits)) : finite;
+}
+
+// The value of any byte: bit 7 is the sign, 0x7F and 0xFF are the same NaN.
+template <class F>
+JAX_FP4_FN F e4m3_decode_signed(Bits<F> byte) {
+  using L = Lanes<F>;
+  const Bits<F> code = byte & 0x7Fu;
+  const Bits<F> sign = code == L::splat_bits(kNanScale) ? L::splat_bits(0) : (byte & 0x80u) << 24;
+  return L::from_bits(L::bits(e4m3_decode<F>(code)) | sign);
 }
 
 // ---- Scales ----------------------------------------------------------------------------------
