@@ -69,7 +69,7 @@ clean:  ## remove all that make created: environments, builds, caches, results
 	@$(call environment,.venv,$(PYTHON))
 
 .venv-core/.installed: $(NATIVE)
-	@$(call environment,.venv-core,$(PYTHON312),examples$(comma)test)
+	@$(call environment,.venv-core,$(PYTHON312))
 
 # The linters alone: installing the [dev] extra would build the extension once more.
 .venv/.lint: .venv/.installed

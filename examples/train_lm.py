@@ -286,13 +286,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="train bfloat16 and all NVFP4 modes on the same batches from the same seed",
     )
-    add("--steps", type=positive, default=400, help="optimizer steps")
+    add("--steps", type=positive, default=200, help="optimizer steps")
     add("--layers", type=positive, default=2, help="decoder layers")
     add("--width", type=positive, default=256, help="width of the residual stream")
     add("--heads", type=positive, default=4, help="attention heads")
-    add("--batch", type=positive, default=8, help="sequences a step")
+    add("--batch", type=positive, default=16, help="sequences a step")
     add("--context", type=positive, default=128, help="bytes a sequence")
-    add("--learning-rate", type=float, default=2e-3, help="peak, after the warm-up")
+    add("--learning-rate", type=float, default=1.5e-3, help="peak, after the warm-up")
     add("--seed", type=int, default=0, help="of parameters, batches and stochastic rounding")
     add("--out", type=Path, default=Path("out"), help="folder for loss.png")
     args = parser.parse_args(arguments)
