@@ -286,7 +286,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="train bfloat16 and all NVFP4 modes on the same batches from the same seed",
     )
-    add("--steps", type=positive, default=200, help="optimizer steps")
+    add("--steps", type=positive, default=180, help="optimizer steps")
     add("--layers", type=positive, default=2, help="decoder layers")
     add("--width", type=positive, default=256, help="width of the residual stream")
     add("--heads", type=positive, default=4, help="attention heads")

@@ -311,11 +311,10 @@ def test_every_flag(settings):
 def test_contraction_lengths(k):
     """B6."""
     x, w, b, dy = operands(32, k, 32)
-    for mode in MODES:
-        y, dx, dw, _ = gradients(x, w, b, dy, mode)
-        close(y, x.astype(jnp.float32) @ w + b, 0.2)
-        close(dw, x.astype(jnp.float32).T @ dy.astype(jnp.float32), 0.3)
-        close(dx, dy.astype(jnp.float32) @ w.T, 0.3)
+    y, dx, dw, _ = jax.jit(partial(gradients, mode="default"))(x, w, b, dy)
+    close(y, x.astype(jnp.float32) @ w + b, 0.2)
+    close(dw, x.astype(jnp.float32).T @ dy.astype(jnp.float32), 0.3)
+    close(dx, dy.astype(jnp.float32) @ w.T, 0.3)
 
 
 @pytest.mark.parametrize("n", [10, 16])
