@@ -97,7 +97,7 @@ def cross_entropy(logits: jax.Array, text: jax.Array) -> jax.Array:
 
 def loss_of(model: LanguageModel, params: Any, text: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """Mean loss in nats a byte of text [b, t + 1]; `key` is for the stochastic rounding of gradients."""
-    logits = model.apply(params, text[:, :-1], rngs=None if key is None else {"sr": key})
+    logits: Any = model.apply(params, text[:, :-1], rngs=None if key is None else {"sr": key})
     return cross_entropy(logits, text[:, 1:])
 
 
@@ -149,8 +149,8 @@ def held_out_loss(model: LanguageModel, params: Any, text: np.ndarray, args: arg
 
     @jax.jit
     def loss(params, windows):
-        logits = model.apply(params, windows[:, :-1])[:, half:]
-        return cross_entropy(logits, windows[:, half + 1 :])
+        logits: Any = model.apply(params, windows[:, :-1])
+        return cross_entropy(logits[:, half:], windows[:, half + 1 :])
 
     count = max(1, len(starts) // args.batch)
     crops = starts[: count * args.batch].reshape(count, -1, 1) + np.arange(args.context + 1)
@@ -165,7 +165,7 @@ def residual_bytes(model: LanguageModel, params: Any, text: np.ndarray) -> int:
     """
 
     def residuals(params):
-        return jax.tree.leaves(jax.vjp(lambda p: loss_of(model, p, text, jax.random.key(0)), params)[1])
+        return jax.tree.leaves(jax.vjp(lambda p: loss_of(model, p, jnp.asarray(text), jax.random.key(0)), params)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(params).jaxpr
     kept = {v for v in jaxpr.outvars if v not in set(jaxpr.invars)}
@@ -286,7 +286,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="train bfloat16 and all NVFP4 modes on the same batches from the same seed",
     )
-    add("--steps", type=positive, default=180, help="optimizer steps")
+    add("--steps", type=positive, default=150, help="optimizer steps")
     add("--layers", type=positive, default=2, help="decoder layers")
     add("--width", type=positive, default=256, help="width of the residual stream")
     add("--heads", type=positive, default=4, help="attention heads")

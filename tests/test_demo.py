@@ -1,6 +1,7 @@
 """The main job, whole: `make demo`'s four trainings, held to what the README says of them. Not part of `make test`."""
 
 import pytest
+
 import train_lm
 from byte_models import fit, load_text, loss
 
