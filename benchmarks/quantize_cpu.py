@@ -79,7 +79,7 @@ def quantizers(size: int, repeats: int, quick: bool) -> None:
     copy = milliseconds(lambda x: x + jnp.bfloat16(1), x, repeats=repeats)
     bandwidth = 4 * x.size / copy / 1e6
     print(f"\nbfloat16 [{size}, {size}]; a pass that reads and writes x: {copy:.1f} ms, {bandwidth:.1f} GB/s")
-    print(f"{'':36}{'ms':>8}{'GB/s':>8}{'Gelement/s':>12}{'needs':>7}{'x fallback':>12}{'needs':>7}")
+    print(f"{'':40}{'ms':>8}{'GB/s':>8}{'Gelement/s':>12}{'needs':>7}{'x fallback':>12}{'needs':>7}")
     for name, (fn, args) in tqdm(cases(x).items(), desc="quantizers", leave=False, disable=None):
         ours = milliseconds(partial(fn, None), *args, repeats=repeats)
         speed, times = REQUIRED.get(name, ("", ""))
@@ -87,7 +87,7 @@ def quantizers(size: int, repeats: int, quick: bool) -> None:
         if times or not quick:
             ratio = f"{milliseconds(partial(fn, 'reference'), *args, repeats=3) / ours:.1f}"
         rates = f"{bytes_an_element(name) * x.size / ours / 1e6:8.1f}{x.size / ours / 1e6:12.2f}"
-        tqdm.write(f"{name:36}{ours:8.1f}{rates}{speed:>7}{ratio:>12}{times or '':>7}")
+        tqdm.write(f"{name:40}{ours:8.1f}{rates}{speed:>7}{ratio:>12}{times or '':>7}")
 
 
 def dense_steps(repeats: int) -> None:
@@ -106,7 +106,7 @@ def dense_steps(repeats: int) -> None:
     times = {name: milliseconds(partial(step, r), x, w, dy, repeats=repeats) for name, r in recipes.items()}
     for name, ms in times.items():
         needs = "  (needs at most 2)" if name == "default" else ""
-        print(f"{name:36}{ms:8.1f} ms {ms / times['bfloat16']:8.2f} x bfloat16{needs}")
+        print(f"{name:40}{ms:8.1f} ms {ms / times['bfloat16']:8.2f} x bfloat16{needs}")
 
 
 def main() -> None:
