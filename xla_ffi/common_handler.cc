@@ -40,7 +40,9 @@ void Checks::not_negative(const char* name, const ffi::AnyBuffer& amax) {
     const uint32_t bits = Lanes<float>::bits(values[i]), magnitude = bits & kMagnitude;
     negative |= bits != magnitude && magnitude != 0 && magnitude <= kInfBits;
   }
-  require(!negative, std::string(name) + " has a negative element; needs absolute maxima");
+  require(!negative, std::string(name) +
+                         " has a negative element; needs values >= 0 because it is an absolute "
+                         "maximum. Try jnp.abs(amax).");
 }
 
 DType Checks::dtype(const char* name, const ffi::AnyBuffer& buffer) {
