@@ -137,11 +137,7 @@ def given_amax(op: str, name: str, amax, tensor: Tensor, q: Quantization, axis: 
         raise ValueError(message(op, name, "negative", "values >= 0", "it is an absolute maximum", "jnp.abs(amax)"))
     rows = stored(tensor.x.shape, axis)[0]
     numpy = np if isinstance(tensor.x, np.ndarray) else jnp
-    return (
-        numpy.asarray(amax, np.float32).reshape(*tensor.batch, rows)
-        if q.row_scaled
-        else numpy.asarray(amax, np.float32)
-    )
+    return numpy.asarray(amax).reshape(*tensor.batch, rows) if q.row_scaled else numpy.asarray(amax)
 
 
 def seed_words(op: str, key, tensor: Tensor) -> UInt32[Array, "*b 4"] | UInt32[np.ndarray, "*b 4"] | None:

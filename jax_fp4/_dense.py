@@ -73,12 +73,8 @@ def dense(
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _dense(x: Float[Array, "m k"], kernel: Kernel, bias: Float[Array, " n"] | None, seed, static: _Static):
-    return _forward(x, kernel, bias, seed, static, Needs(False, False))[0]
-
-
-def _forward(x, kernel, bias, seed, static: _Static, needs: Needs) -> tuple[Float[Array, "m n"], Residuals]:
-    qx, qw, residuals = _modes.forward(x, kernel, seed, static.recipe, needs)
-    return product(qx, qw, static.y_dtype, bias), residuals  # [m,n] = [m,k] @ [k,n]
+    qx, qw = _modes.operands(x, kernel, static.recipe, Needs(False, False))
+    return product(qx.forward, qw.forward, static.y_dtype, bias)  # [m,n] = [m,k] @ [k,n]
 
 
 def _dense_fwd(x: Any, kernel: Any, bias, seed, static: _Static):
@@ -100,7 +96,9 @@ def _dense_fwd(x: Any, kernel: Any, bias, seed, static: _Static):
                 "jax's, nnx.merge(..., copy=True)), stochastic_rounding=False, or backward_mode='unquant'",
             )
         )
-    return _forward(x, kernel, bias, seed, static, needs)
+    qx, qw = _modes.operands(x, kernel, recipe, needs)
+    y = product(qx.forward, qw.forward, static.y_dtype, bias)  # [m,n] = [m,k] @ [k,n]
+    return y, _modes.residuals(x, kernel, seed, qx, qw, recipe, needs)
 
 
 def _dense_bwd(static: _Static, residuals: Residuals, dy):

@@ -75,12 +75,16 @@ def planes_of_kernel(kernel: Any, recipe: Recipe, dtype, both: bool) -> Planes:
     return Planes(*reversed(quantize_transpose(kernel, **flags))) if both else Planes(quantize(kernel, axis=0, **flags))
 
 
-def forward(x, kernel: Any, seed, recipe: Recipe, needs: Needs) -> tuple[QuantizedTensor, QuantizedTensor, Residuals]:
-    """The operands of y = x w, and what the backward will read."""
-    mode = recipe.mode
-    default = mode is BackwardMode.DEFAULT
+def operands(x, kernel: Any, recipe: Recipe, needs: Needs) -> tuple[Planes, Planes]:
+    """Q(x) and Q(w): what y = x w multiplies, and with it what only the default backward reads."""
+    default = recipe.mode is BackwardMode.DEFAULT
     qx = planes_of_x(x, recipe, both=default and needs.kernel)
-    qw = planes_of_kernel(kernel, recipe, x.dtype, both=default and needs.x)
+    return qx, planes_of_kernel(kernel, recipe, x.dtype, both=default and needs.x)
+
+
+def residuals(x, kernel: Any, seed, qx: Planes, qw: Planes, recipe: Recipe, needs: Needs) -> Residuals:
+    """What the backward will read, of the arguments and of what `operands` made of them."""
+    mode = recipe.mode
     match mode:
         case BackwardMode.DEFAULT:
             for_dw = keep(qx.backward, lambda: planes_of_x(x, recipe, both=True).backward)
@@ -95,8 +99,8 @@ def forward(x, kernel: Any, seed, recipe: Recipe, needs: Needs) -> tuple[Quantiz
             for_dx = keep(qw.forward if needs.x else None, lambda: qw.forward)
         case _:
             assert_never(mode)
-    seed = seed if default and seed is not None else jnp.zeros(0, jnp.uint32)
-    return qx.forward, qw.forward, Residuals(for_dw, for_dx, seed)
+    draw = seed if mode is BackwardMode.DEFAULT and seed is not None else jnp.zeros(0, jnp.uint32)
+    return Residuals(for_dw, for_dx, draw)
 
 
 def quantize_gradient(dy: Float[Array, "m n"], recipe: Recipe, seed, needs: Needs):
