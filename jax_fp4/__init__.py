@@ -10,10 +10,11 @@ from jax_fp4._errors import Support as Support
 from jax_fp4._errors import UnsupportedError as UnsupportedError
 from jax_fp4._errors import strict as strict
 from jax_fp4._ops import dequantize as dequantize
-from jax_fp4._ops import matmul as matmul
 from jax_fp4._ops import quantize as quantize
 from jax_fp4._ops import quantize_transpose as quantize_transpose
 from jax_fp4._ops import supported as supported
+from jax_fp4._products import grouped_matmul as grouped_matmul
+from jax_fp4._products import matmul as matmul
 from jax_fp4._recipe import HIGH_PRECISION as HIGH_PRECISION
 from jax_fp4._recipe import BackwardMode as BackwardMode
 from jax_fp4._recipe import FourOverSix as FourOverSix

@@ -1,7 +1,7 @@
 """The arguments of the ops: what a user may pass, checked, and in the shape that the kernels take."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import Array, UInt32
 
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
-from jax_fp4._formats import BLOCK, E4M3_MAX, FORMATS, Quantization, exclusion, stored
+from jax_fp4._formats import BLOCK, E4M3_MAX, FORMATS, Quantization, amax_shape, exclusion, stored
 from jax_fp4._recipe import FourOverSix, check_choice
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -21,7 +21,9 @@ IMPLEMENTATIONS = (None, "cpu", "cuda", "reference")
 Implementation = Literal["cpu", "cuda", "reference"] | None
 
 
-def quantization(op, x, format, axis, block, row_scaled, hadamard, key, four_over_six, dtype) -> Quantization:
+def quantization(
+    op, x, format, axis, block, row_scaled, hadamard, key, four_over_six, dtype, group_sizes
+) -> Quantization:
     """Every flag of a quantize call, checked one by one and in pairs."""
     check_choice(op, "format", format, FORMATS, "this version quantizes to no other")
     check_choice(op, "axis", axis, (-1, 0), "blocks run along the last axis, or along the rows before it")
@@ -49,7 +51,7 @@ def quantization(op, x, format, axis, block, row_scaled, hadamard, key, four_ove
         bound=four_over_six.bound if four_over_six else E4M3_MAX,
         compute_dtype=compute,
     )
-    if pair := exclusion(q, stochastic=key is not None):
+    if pair := exclusion(q, stochastic=key is not None, grouped=group_sizes is not None):
         first, second, why = pair
         fix = f"a call without {second}"
         raise ValueError(message(op, first, f"together with {second}", "one of the two", why, fix))
@@ -75,14 +77,15 @@ def compute_dtype(op: str, x, dtype) -> str:
 
 @dataclass(frozen=True)
 class Tensor:
-    """x as the kernels take it, [*batch, m, k], and the leading shape it came with."""
+    """x as the kernels take it, [*batch, m, k], the leading shape it came with, and its groups of rows or None."""
 
     x: Array | np.ndarray
     leading: tuple[int, ...]
     batch_dims: int
+    group_sizes: Array | np.ndarray | None
 
     @classmethod
-    def of(cls, op: str, x, batch_dims: int, implementation: Implementation) -> "Tensor":
+    def of(cls, op: str, x, batch_dims: int, group_sizes, implementation: Implementation) -> "Tensor":
         if x.ndim == 0:
             raise ValueError(message(op, "x", "a scalar", "at least one axis", "blocks run along an axis", "x[None]"))
         if isinstance(batch_dims, bool) or not isinstance(batch_dims, int) or not 0 <= batch_dims < x.ndim:
@@ -91,19 +94,36 @@ class Tensor:
                     op, "batch_dims", repr(batch_dims), f"0 to {x.ndim - 1}", f"x has shape {x.shape}", "batch_dims=0"
                 )
             )
+        if group_sizes is not None:
+            check_group_sizes(op, group_sizes)
+            if batch_dims:
+                why = "group_sizes [g] cut the rows of one x"
+                raise ValueError(message(op, "batch_dims", f"{batch_dims} beside group_sizes", "0", why, "jax.vmap"))
         *leading, k = x.shape
         batch = leading[:batch_dims]
-        # NumPy in, NumPy out is the reference alone: every other implementation takes jax arrays.
-        x = x if implementation == "reference" else jnp.asarray(x)
-        return cls(x.reshape(*batch, math.prod(leading[batch_dims:]), k), tuple(leading), batch_dims)
+        if implementation != "reference":  # NumPy in, NumPy out is the reference alone: the others take jax arrays
+            x, group_sizes = jnp.asarray(x), None if group_sizes is None else jnp.asarray(group_sizes)
+        elif group_sizes is not None:
+            group_sizes = np.asarray(group_sizes) if isinstance(x, np.ndarray) else jnp.asarray(group_sizes)
+        return cls(x.reshape(*batch, math.prod(leading[batch_dims:]), k), tuple(leading), batch_dims, group_sizes)
 
     @property
     def batch(self) -> tuple[int, ...]:
         return self.x.shape[:-2]
 
+    @property
+    def groups(self) -> int | None:
+        return None if self.group_sizes is None else self.group_sizes.shape[0]
+
     def rows(self, axis: int) -> tuple[int, ...]:
         """The shape of the stored rows as the user sees them."""
         return self.leading if axis == -1 else (*self.batch, self.x.shape[-1])
+
+    def amax_shape(self, q: Quantization, axis: int) -> tuple[int, ...]:
+        """The shape of the amax as the user sees it."""
+        if q.row_scaled and axis == -1:
+            return self.leading
+        return amax_shape(self.batch, stored(self.x.shape, axis)[0], replace(q, axis=axis), self.groups)
 
     def pack(self, arrays, q: Quantization, axis: Literal[-1, 0]) -> QuantizedTensor:
         codes, block_scale, amax = arrays
@@ -111,33 +131,49 @@ class Tensor:
         return QuantizedTensor(
             codes=codes.reshape(*rows, codes.shape[-1]),
             block_scale=block_scale.reshape(*rows, block_scale.shape[-1]),
-            amax=amax.reshape(rows) if q.row_scaled else amax,
+            amax=amax.reshape(self.amax_shape(q, axis)),
+            group_sizes=self.group_sizes,
             axis=axis,
             extent=stored(self.x.shape, axis)[1],
             dtype=jnp.dtype(q.compute_dtype),
             bound=q.bound_along(axis),
             block=(q.tile, BLOCK),
+            row_scaled=q.row_scaled,
             hadamard=q.hadamard and axis == 0,
+            grouped="" if self.group_sizes is None else "rows" if axis == -1 else "blocks",
         )
+
+
+def check_group_sizes(op: str, group_sizes, groups: int | None = None) -> None:
+    """int32 [g], of JAX or NumPy; their values are data and may be anything."""
+    if not isinstance(group_sizes, jax.Array | np.ndarray) or group_sizes.dtype != np.int32:
+        kind = group_sizes.dtype if hasattr(group_sizes, "dtype") else type(group_sizes).__name__
+        why, fix = "they are read as int32 on every platform", "jnp.asarray(group_sizes, jnp.int32)"
+        raise TypeError(message(op, "group_sizes", f"of type {kind}", "an int32 array", why, fix))
+    if group_sizes.ndim != 1 or (groups is not None and group_sizes.shape != (groups,)):
+        need = "[g]" if groups is None else f"({groups},)"
+        why = "each is the number of rows of a group" if groups is None else f"there are {groups} weights"
+        shown, fix = f"of shape {group_sizes.shape}", "one size a group (jnp.bincount(experts, length=g))"
+        raise ValueError(message(op, "group_sizes", shown, need, why, fix))
 
 
 def given_amax(op: str, name: str, amax, tensor: Tensor, q: Quantization, axis: int):
     """The given amax as the kernels take it; its values are checked where they are known."""
     if amax is None:
         return None
-    need = tensor.rows(axis) if q.row_scaled else tensor.batch
+    need = tensor.amax_shape(q, axis)
     if isinstance(amax, float | int) and not isinstance(amax, bool):
         amax = np.float32(amax)
     dtype, shape = getattr(amax, "dtype", None), getattr(amax, "shape", None)
     if dtype != np.float32 or shape != need:
         shown = f"{dtype} {shape}" if dtype is not None else f"a {type(amax).__name__}"
-        why = "it is the tensor's absolute maximum (or its rows')"
+        why = "it is the absolute maximum of the tensor (or of its groups or rows)"
         raise ValueError(message(op, name, shown, f"float32 {need}", why, "amax=None"))
     if not isinstance(amax, Tracer) and np.any(np.asarray(amax) < 0):
         raise ValueError(message(op, name, "negative", "values >= 0", "it is an absolute maximum", "jnp.abs(amax)"))
-    rows = stored(tensor.x.shape, axis)[0]
     numpy = np if isinstance(tensor.x, np.ndarray) else jnp
-    return numpy.asarray(amax).reshape(*tensor.batch, rows) if q.row_scaled else numpy.asarray(amax)
+    rows = stored(tensor.x.shape, axis)[0]
+    return numpy.asarray(amax).reshape(amax_shape(tensor.batch, rows, replace(q, axis=axis), tensor.groups))
 
 
 def seed_words(op: str, key, tensor: Tensor) -> UInt32[Array, "*b 4"] | UInt32[np.ndarray, "*b 4"] | None:
@@ -179,23 +215,6 @@ def check_quantized(op: str, name: str, q) -> None:
         raise ValueError(
             message(op, f"{name}.format", repr(q.format), f"one of {FORMATS}", why, "quantize(x, 'nvfp4')")
         )
-
-
-def check_operand(op: str, name: str, operand, axis: int) -> None:
-    """An operand of a product: an array, or quantized along the contracted axis."""
-    if not isinstance(operand, QuantizedTensor):
-        check_float(op, name, operand)
-    else:
-        check_quantized(op, name, operand)
-        if operand.axis != axis:
-            why, fix = (
-                "both operands are blocked along the contracted dimension",
-                f"{name}.mT, or quantize(x, axis={axis})",
-            )
-            raise ValueError(message(op, name, f"blocked along axis {operand.axis}", f"axis={axis}", why, fix))
-    if operand.ndim < 2:
-        shown, fix = f"of shape {operand.shape}", "x[None, :]"
-        raise ValueError(message(op, name, shown, "at least two axes", "it is a matrix product", fix))
 
 
 def check_float(op: str, name: str, value) -> None:

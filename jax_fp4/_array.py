@@ -17,25 +17,32 @@ class QuantizedTensor:
     codes        uint8 [..., r, b/2]   two E2M1 codes a byte, even index in the low nibble
     block_scale  e4m3  [..., r, b/16]  one scale for 16 codes
     amax         f32   [] for the tensor, its batch shape where entries are tensors of their own, [..., r] row-scaled
+    group_sizes  int32 [g] or None     rows of x [m, k] that are tensors of their own: amax [g], row-scaled column-wise
+                                       [g, r]. Column-wise every group begins at a block of its own: codes
+                                       [k, P/2] with P = 16 * ((m + 15 g) // 16). Rows beyond the sum are zero
 
     `axis` -1: blocks along the last axis of x [..., k] (codes [..., k/2]). `axis` 0: "column-wise", blocks along m of
     x [*batch, m, k] (codes [*batch, k, m/2]). `extent` is the blocked length without padding, `dtype` the type the
     values came from, `bound` the E4M3 bound B of the tensor scale, `block` (1, 16) or (16, 16) for weight tiles,
-    `hadamard` whether the values were transformed along the blocks. A pytree whose arrays are the leaves; unflattening
-    never validates, so transformations may put anything in their place. It never turns into a dense array by itself:
-    call `dequantize`.
+    `row_scaled` whether each stored row has an amax, `hadamard` whether the values were transformed along the blocks,
+    `grouped` where the groups lie in the stored form: "" (there are none), "rows" or "blocks". A pytree whose arrays
+    are the leaves; unflattening never validates, so transformations may put anything in their place. It never turns
+    into a dense array by itself: call `dequantize`.
     """
 
     codes: Any
     block_scale: Any
     amax: Any
+    group_sizes: Any = None
     format: str = dataclasses.field(metadata={"static": True}, default="nvfp4")
     axis: Literal[-1, 0] = dataclasses.field(metadata={"static": True}, default=-1)
     extent: int = dataclasses.field(metadata={"static": True}, default=0)
     dtype: np.dtype = dataclasses.field(metadata={"static": True}, default=np.dtype(np.float32))
     bound: int = dataclasses.field(metadata={"static": True}, default=448)
     block: tuple[int, int] = dataclasses.field(metadata={"static": True}, default=(1, 16))
+    row_scaled: bool = dataclasses.field(metadata={"static": True}, default=False)
     hadamard: bool = dataclasses.field(metadata={"static": True}, default=False)
+    grouped: Literal["", "rows", "blocks"] = dataclasses.field(metadata={"static": True}, default="")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,10 +66,6 @@ class QuantizedTensor:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in (self.codes, self.block_scale, self.amax))
 
     @property
-    def row_scaled(self) -> bool:
-        return self.codes.ndim > 1 and self.amax.ndim == self.codes.ndim - 1
-
-    @property
     def mT(self) -> "QuantizedTensor":
         """The matrix transpose. Free: what was blocked along the last axis is blocked along the one before it."""
         if self.codes.ndim < 2:
@@ -75,7 +78,8 @@ class QuantizedTensor:
         # Of what there is: under transformations the leaves may be shapes, axes, shardings or None.
         codes, amax = (getattr(leaf, "shape", leaf) for leaf in (self.codes, self.amax))
         block = "" if self.block[0] == 1 else f", block={self.block}"
-        kind = f"{self.format}, axis={self.axis}, extent={self.extent}, dtype={self.dtype.name}{block}"
+        groups = f", grouped={self.grouped!r}" if self.grouped else ""
+        kind = f"{self.format}, axis={self.axis}, extent={self.extent}, dtype={self.dtype.name}{block}{groups}"
         return f"QuantizedTensor({kind}, codes={codes}, amax={amax})"
 
     def __array__(self, dtype=None, copy=None):

@@ -13,10 +13,11 @@ from jaxtyping import Array, Float
 from jax_fp4 import _modes, _record
 from jax_fp4._arguments import check_float, check_quantized, float_dtype, key_words
 from jax_fp4._array import QuantizedTensor
-from jax_fp4._errors import UnsupportedError, is_strict, message
+from jax_fp4._errors import is_strict, message
 from jax_fp4._formats import BLOCK
 from jax_fp4._modes import Kernel, Needs, Residuals, is_frozen
-from jax_fp4._ops import along_last, matmul, product, refuse_padding
+from jax_fp4._ops import refuse_padding
+from jax_fp4._products import along_last, is_primal, matmul, product, refuse_perturbed
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, resolve, why_unquantized
 
 
@@ -80,9 +81,9 @@ def _dense(x: Float[Array, "m k"], kernel: Kernel, bias: Float[Array, " n"] | No
 def _dense_fwd(x: Any, kernel: Any, bias, seed, static: _Static):
     """Residuals for what is differentiated, and the errors that only differentiation can make."""
     if is_frozen(kernel):
-        _refuse_perturbed(kernel)
+        refuse_perturbed("dense", "kernel", kernel)
     needs = Needs(x.perturbed, not is_frozen(kernel) and kernel.perturbed)
-    x, kernel, bias, seed = jax.tree.map(lambda leaf: leaf.value, (x, kernel, bias, seed), is_leaf=_is_primal)
+    x, kernel, bias, seed = jax.tree.map(lambda leaf: leaf.value, (x, kernel, bias, seed), is_leaf=is_primal)
     recipe = static.recipe
     if recipe.mode is BackwardMode.DEFAULT and recipe.stochastic_rounding and any(needs) and seed is None:
         raise ValueError(
@@ -126,25 +127,6 @@ def _high_precision(x, kernel, bias, y_dtype):
     else:
         y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=y_dtype)
     return y if bias is None else y + along_last(bias.astype(y_dtype), y.ndim)
-
-
-def _is_primal(leaf) -> bool:
-    return hasattr(leaf, "perturbed")
-
-
-def _refuse_perturbed(kernel) -> None:
-    leaves = jax.tree.leaves(kernel, is_leaf=_is_primal)
-    if any(leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating) for leaf in leaves):
-        raise UnsupportedError(
-            message(
-                "dense",
-                "kernel",
-                "a QuantizedTensor that is differentiated",
-                "a constant",
-                "packed codes carry no gradient: a quantized kernel is frozen",
-                "the high-precision kernel, or jax.lax.stop_gradient(kernel)",
-            )
-        )
 
 
 # --- checks ---

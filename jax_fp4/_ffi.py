@@ -3,17 +3,19 @@
 The only file that spells a target. The wrappers take what the functions of `reference` of the same name take.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import batching, mlir
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int32, UInt32
 
 from jax_fp4 import _cpu
 from jax_fp4._errors import UnsupportedError
-from jax_fp4._formats import Quantization, codes_shape, scale_shape, stored
+from jax_fp4._formats import Quantization, amax_shape, codes_shape, grouped_extent, scale_shape, stored
 
 for _name, _handler in _cpu.registrations().items():
     jax.ffi.register_ffi_target(_name, _handler, platform="cpu")
@@ -23,25 +25,37 @@ _FOUR_OVER_SIX = {"": 0, "MAE": 1, "MSE": 2}
 
 
 def quantize(
-    x: Float[Array, "*b m k"], amax: Float[Array, "..."] | None, seed: UInt32[Array, "*b 4"] | None, q: Quantization
+    x: Float[Array, "*b m k"],
+    amax: Float[Array, "..."] | None,
+    seed: UInt32[Array, "*b 4"] | None,
+    group_sizes: Int32[Array, "*b g"] | None,
+    q: Quantization,
 ):
     """-> codes, block_scale, amax of x along q.axis."""
     return _call(
         "jax_fp4_quantize",
-        _results(x, q, q.axis),
-        (x, _operand(amax, x, jnp.float32), _operand(seed, x, jnp.uint32)),
+        _results(x, q, q.axis, group_sizes),
+        (x, _operand(amax, x, jnp.float32), *_seed_and_groups(x, seed, group_sizes)),
         axis=np.int32(q.axis),
-        **_attributes(q, amax),
+        **_attributes(q, amax, group_sizes),
     )
 
 
-def quantize_transpose(x: Float[Array, "*b m k"], amax, amax_t, seed: UInt32[Array, "*b 4"] | None, q: Quantization):
+def quantize_transpose(
+    x: Float[Array, "*b m k"],
+    amax: Float[Array, "..."] | None,
+    amax_t: Float[Array, "..."] | None,
+    seed: UInt32[Array, "*b 4"] | None,
+    group_sizes: Int32[Array, "*b g"] | None,
+    q: Quantization,
+):
     """-> codes, block_scale, amax row-wise, then the same column-wise, in one pass over x."""
+    amaxes = (_operand(amax, x, jnp.float32), _operand(amax_t, x, jnp.float32))
     return _call(
         "jax_fp4_quantize_transpose",
-        (*_results(x, q, -1), *_results(x, q, 0)),
-        (x, _operand(amax, x, jnp.float32), _operand(amax_t, x, jnp.float32), _operand(seed, x, jnp.uint32)),
-        **_attributes(q, amax),
+        (*_results(x, q, -1, group_sizes), *_results(x, q, 0, group_sizes)),
+        (x, *amaxes, *_seed_and_groups(x, seed, group_sizes)),
+        **_attributes(q, amax, group_sizes),
     )
 
 
@@ -69,17 +83,24 @@ def _operand(value, x, dtype):
     return jnp.zeros((*x.shape[:-2], 0), dtype) if value is None else value
 
 
-def _results(x, q: Quantization, axis: int):
+def _seed_and_groups(x, seed, group_sizes):
+    return _operand(seed, x, jnp.uint32), _operand(group_sizes, x, jnp.int32)
+
+
+def _results(x, q: Quantization, axis: int, group_sizes):
     batch = x.shape[:-2]
     rows, extent = stored(x.shape, axis)
+    groups = None if group_sizes is None else group_sizes.shape[-1]
+    if groups is not None and axis == 0:
+        extent = grouped_extent(extent, groups)
     return (
         jax.ShapeDtypeStruct(codes_shape(batch, rows, extent), jnp.uint8),
         jax.ShapeDtypeStruct(scale_shape(batch, rows, extent), jnp.float8_e4m3fn),
-        jax.ShapeDtypeStruct((*batch, rows) if q.row_scaled else batch, jnp.float32),
+        jax.ShapeDtypeStruct(amax_shape(batch, rows, replace(q, axis=axis), groups), jnp.float32),
     )
 
 
-def _attributes(q: Quantization, amax) -> dict[str, np.generic]:
+def _attributes(q: Quantization, amax, group_sizes) -> dict[str, np.generic]:
     return {
         "tile": np.int32(q.tile),
         "row_scaled": np.bool_(q.row_scaled),
@@ -90,6 +111,7 @@ def _attributes(q: Quantization, amax) -> dict[str, np.generic]:
         "m_total": np.int64(q.m_total),
         "k_total": np.int64(q.k_total),
         "given_amax": np.bool_(amax is not None),
+        "grouped": np.bool_(group_sizes is not None),
     }
 
 

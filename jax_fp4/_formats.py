@@ -54,17 +54,19 @@ class Quantization:
         return self.column_bound if axis == 0 else self.bound
 
 
-def exclusion(q: Quantization, stochastic: bool) -> tuple[str, str, str] | None:
+def exclusion(q: Quantization, stochastic: bool, grouped: bool = False) -> tuple[str, str, str] | None:
     """The first pair of flags that one call cannot have, and why; None if there is none."""
     rows, chosen = "row_scaled=True", "four_over_six"
-    transform, tiles, key = "hadamard=True", "block=(16, 16)", "a key (stochastic rounding)"
+    transform, tiles, key, groups = "hadamard=True", "block=(16, 16)", "a key (stochastic rounding)", "group_sizes"
     given = {rows: q.row_scaled, transform: q.hadamard, tiles: q.tile != 1, key: stochastic, chosen: q.four_over_six}
+    given[groups] = grouped
     pairs = (
         (rows, transform, "the transform mixes the rows that would be scaled"),
         (rows, tiles, "a tile shares its scale over 16 rows"),
         (rows, key, "row scaling is for activations, stochastic rounding for gradients"),
         (chosen, transform, "the choice compares errors of untransformed values"),
         (chosen, key, "the choice compares errors of nearest rounding"),
+        (tiles, groups, "tiles are for weights, groups are rows of activations and gradients"),
     )
     return next((pair for pair in pairs if given[pair[0]] and given[pair[1]]), None)
 
@@ -78,6 +80,20 @@ def stored(shape: tuple[int, ...], axis: int) -> tuple[int, int]:
     """Rows and blocked extent of the stored form of x [..., m, k]: blocks lie last."""
     m, k = shape[-2:]
     return (m, k) if axis == -1 else (k, m)
+
+
+def grouped_extent(m: int, groups: int) -> int:
+    """Columns that hold m rows column-wise where each group begins at a block of its own, whatever the sizes."""
+    return (m + (BLOCK - 1) * groups) // BLOCK * BLOCK
+
+
+def amax_shape(batch: tuple[int, ...], rows: int, q: Quantization, groups: int | None = None) -> tuple[int, ...]:
+    """One amax for the tensor or each group, or for each stored row (of each group, column-wise)."""
+    if groups is None:
+        return (*batch, rows) if q.row_scaled else batch
+    if not q.row_scaled:
+        return (*batch, groups)
+    return (*batch, rows) if q.axis == -1 else (*batch, groups, rows)
 
 
 def codes_shape(batch: tuple[int, ...], rows: int, extent: int) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from jax_fp4 import _record, reference
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
 from jax_fp4._formats import BLOCK, padded
-from jax_fp4._ops import decode, product, quantize, quantize_transpose
+from jax_fp4._ops import decode, quantize, quantize_transpose
+from jax_fp4._products import product
 from jax_fp4._recipe import BackwardMode, Recipe
 
 # A frozen kernel: blocked along k, or (blocked along n, blocked along k) as quantize_transpose returns it.

@@ -1,4 +1,4 @@
-"""quantize, quantize_transpose, dequantize, matmul: check the arguments, choose an implementation, call it."""
+"""quantize, quantize_transpose, dequantize: check the arguments, choose an implementation, call it."""
 
 import functools
 import math
@@ -8,14 +8,12 @@ from typing import Literal, assert_never
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
-from jax_fp4 import _ffi, _record, reference
+from jax_fp4 import _ffi, _groups, _record, reference
 from jax_fp4._arguments import (
     IMPLEMENTATIONS,
     Implementation,
     Tensor,
-    check_operand,
     check_quantized,
     float_dtype,
     given_amax,
@@ -24,10 +22,11 @@ from jax_fp4._arguments import (
 )
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import Support, UnsupportedError, is_strict, message
-from jax_fp4._formats import BLOCK, PACK, Quantization, padded, stored
+from jax_fp4._formats import BLOCK, PACK, Quantization, grouped_extent, padded, stored
 from jax_fp4._recipe import FourOverSix, check_choice
 
-OPS = ("quantize", "quantize_transpose", "dequantize", "matmul", "dense")
+NATIVE = ("quantize", "quantize_transpose", "dequantize")
+OPS = (*NATIVE, "matmul", "grouped_matmul", "dense", "grouped_dense", "grouped_mlp")
 
 
 def quantize(
@@ -41,6 +40,7 @@ def quantize(
     key=None,
     four_over_six: FourOverSix | None = None,
     amax=None,
+    group_sizes=None,
     batch_dims: int = 0,
     dtype=None,
     implementation: Implementation = None,
@@ -53,9 +53,12 @@ def quantize(
     key: a JAX key; rounds stochastically. None rounds to nearest, ties to even.
     four_over_six: a FourOverSix, each block then maps its maximum to 4 or 6. Under row_scaled the column-wise form is
         made without it.
-    amax: given absolute maximum, float32 [] (or the batch shape; one for each stored row under row_scaled). Values
-        beyond it saturate. None computes it. A negative one is refused; where it is traced, by the CPU handler when it
-        runs, and by the reference not at all.
+    amax: given absolute maximum, float32 [] (or the batch shape; [g] with groups; one for each stored row under
+        row_scaled). Values beyond it saturate. None computes it. A negative one is refused; where it is traced, by the
+        CPU handler when it runs, and by the reference not at all.
+    group_sizes: int32 [g], may be traced: the rows of x [m, k] are g tensors one after another, each quantized as if
+        alone. A negative size counts as 0, sizes that sum to more than m are cut there; rows beyond the sum are not
+        read, and zero. Excludes tiles.
     batch_dims: so many leading dimensions index tensors of their own. The other leading dimensions count as rows.
     dtype: round x to this type first (a float32 master weight under bfloat16 compute); default x.dtype.
     implementation: None chooses when the program is lowered (the CPU handler, the reference elsewhere). A named one
@@ -66,7 +69,7 @@ def quantize(
     or UnsupportedError for what is not described here.
     """
     op = "quantize"
-    q = quantization(op, x, format, axis, block, row_scaled, hadamard, key, four_over_six, dtype)
+    q = quantization(op, x, format, axis, block, row_scaled, hadamard, key, four_over_six, dtype, group_sizes)
     if hadamard and axis == -1:
         raise ValueError(
             message(
@@ -78,11 +81,11 @@ def quantize(
                 "axis=0, or quantize_transpose",
             )
         )
-    tensor = Tensor.of(op, x, batch_dims, implementation)
+    tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation)
     given = given_amax(op, "amax", amax, tensor, q, axis)
     run = _choose(op, implementation, q=q)
     _note(op, tensor, q, (axis,), implementation)
-    result = run(tensor.x, given, seed_words(op, key, tensor))
+    result = run(tensor.x, given, seed_words(op, key, tensor), tensor.group_sizes)
     return tensor.pack(result, q, axis)
 
 
@@ -96,6 +99,7 @@ def quantize_transpose(
     key=None,
     four_over_six: FourOverSix | None = None,
     amax=None,
+    group_sizes=None,
     batch_dims: int = 0,
     dtype=None,
     implementation: Implementation = None,
@@ -106,13 +110,13 @@ def quantize_transpose(
     row_scaled need because their two maxima differ. The rest as in `quantize`.
     """
     op = "quantize_transpose"
-    q = quantization(op, x, format, -1, block, row_scaled, hadamard, key, four_over_six, dtype)
-    tensor = Tensor.of(op, x, batch_dims, implementation)
+    q = quantization(op, x, format, -1, block, row_scaled, hadamard, key, four_over_six, dtype, group_sizes)
+    tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation)
     row, column = _amax_pair(op, amax, q)
     given = given_amax(op, "amax[0]", row, tensor, q, -1), given_amax(op, "amax[1]", column, tensor, q, 0)
     run = _choose(op, implementation, q=q)
     _note(op, tensor, q, (-1, 0), implementation)
-    result = run(tensor.x, *given, seed_words(op, key, tensor))
+    result = run(tensor.x, *given, seed_words(op, key, tensor), tensor.group_sizes)
     return tensor.pack(result[:3], q, -1), tensor.pack(result[3:], q, 0)
 
 
@@ -150,90 +154,42 @@ def dequantize(q: QuantizedTensor, dtype=None, *, implementation: Implementation
                 "matmul of both, or quantize without hadamard",
             )
         )
-    return _logical(q, decode(q, dtype, q.extent, implementation))
+    if q.grouped == "blocks":
+        values = _decode_grouped_blocks(q, dtype, implementation)
+        return values if q.axis == 0 else jnp.swapaxes(values, -1, -2)
+    values = decode(q, dtype, q.extent, implementation)
+    return jnp.swapaxes(values, -1, -2) if q.axis == 0 else values
 
 
 def decode(q: QuantizedTensor, dtype, extent: int, implementation: Implementation = None, product_form: bool = False):
-    """Values of q in its stored orientation, [..., r, extent]. Product form leaves the tensor scale out."""
+    """Values of q in its stored orientation, [..., r, extent]. Product form leaves the tensor scale out; only in it may
+    the groups lie along the blocks."""
     codes, block_scale, amax = _stored_matrices(q)
     run = _choose("dequantize", implementation, bound=q.bound, extent=extent, dtype=np.dtype(dtype))
     values = run(codes, block_scale, None if product_form else amax)
     return values.reshape(*q.codes.shape[:-1], extent)
 
 
-def matmul(lhs, rhs, *, preferred_element_type=None):
-    """lhs [..., m, k] @ rhs [k, n] (or batched alike, [..., k, n]), accumulated in float32.
-
-    Each operand is a QuantizedTensor blocked along k (lhs axis=-1, rhs axis=0) or an array. Of two quantized operands
-    the exact products of codes and block scales are summed and the tensor scales multiply afterwards; a quantized
-    operand beside an array is dequantized to the array's dtype. The result has `preferred_element_type`, by default
-    the promoted dtype of the operands. dx = matmul(dy, w.mT), dw = matmul(x.mT, dy).
-
-    Raises ValueError where the contracted extents differ, an operand is blocked along another axis, a format is not
-    known, or one operand alone is Hadamard-transformed. Not differentiable in quantized operands.
-    """
-    op = "matmul"
-    for name, operand, axis in (("lhs", lhs, -1), ("rhs", rhs, 0)):
-        check_operand(op, name, operand, axis)
-    if lhs.shape[-1] != rhs.shape[-2]:
-        why = f"lhs {lhs.shape} is contracted along its last axis"
-        fix = "operands whose contracted extents are equal (dw = matmul(x.mT, dy), dx = matmul(dy, w.mT))"
-        raise ValueError(message(op, "rhs", f"of shape {rhs.shape}", f"{lhs.shape[-1]} rows", why, fix))
-    if rhs.ndim > 2 and rhs.shape[:-2] != lhs.shape[:-2]:
-        raise ValueError(
-            message(
-                op,
-                "rhs",
-                f"of shape {rhs.shape}",
-                f"two axes or the leading axes {lhs.shape[:-2]}",
-                "batches pair up",
-                "jax.vmap",
-            )
-        )
-    out = jnp.promote_types(lhs.dtype, rhs.dtype)
-    if preferred_element_type is not None:
-        out = float_dtype(op, "preferred_element_type", preferred_element_type, "a float32 sum is rounded to it")
-    return product(lhs, rhs, out)
-
-
-def product(lhs, rhs, dtype, bias=None):
-    """`matmul` without its checks, with a bias [n] added in float32 before the cast to `dtype`."""
-    transformed = [isinstance(operand, QuantizedTensor) and operand.hadamard for operand in (lhs, rhs)]
-    if transformed[0] != transformed[1]:
-        shown = f"{transformed[0]} of lhs and {transformed[1]} of rhs"
-        why, fix = (
-            "the transform cancels only between two transformed operands",
-            "quantize both with the same hadamard=",
-        )
-        raise ValueError(message("matmul", "hadamard", shown, "both or neither", why, fix))
-    batch = rhs.ndim - 2
-    if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
-        # val x scale has at most 6 significant bits: exact in bfloat16, and a product of two is exact in float32. The
-        # padding is multiplied too: it is zero, or after a transform belongs to the data.
-        length = PACK * lhs.codes.shape[-1]
-        a, b = (decode(q, jnp.bfloat16, length, product_form=True) for q in (lhs, rhs))
-        column, row = (reference.tensor_factor(q.amax, q.codes.ndim, q.bound) for q in (lhs, rhs))
-        acc = _dot(a, b, batch, rhs_contracts=-1)
-        with jax.numpy_rank_promotion("allow"):
-            return reference.epilogue(acc, column, jnp.swapaxes(row, -1, -2), dtype, bias)
-    compute = lhs.dtype if isinstance(rhs, QuantizedTensor) else rhs.dtype
-    a = dequantize(lhs, compute) if isinstance(lhs, QuantizedTensor) else lhs
-    # In its stored orientation, so that no transpose of a weight is written.
-    b = decode(rhs, compute, rhs.extent) if isinstance(rhs, QuantizedTensor) else rhs
-    acc = _dot(a, b, batch, rhs_contracts=-1 if isinstance(rhs, QuantizedTensor) else -2)
-    return (acc if bias is None else acc + along_last(bias.astype(jnp.float32), acc.ndim)).astype(dtype)
-
-
-def along_last(bias: Float[Array, " n"], ndim: int):
-    """bias [1, ..., 1, n]: rank promotion may be forbidden."""
-    return bias.reshape((1,) * (ndim - 1) + bias.shape)
+def _decode_grouped_blocks(q: QuantizedTensor, dtype, implementation: Implementation):
+    """The values [m, k] of a tensor whose groups lie along its blocks: each column of blocks is decoded as a tensor of
+    its own, [P/16, k, 16], under the amax of its group."""
+    (k, blocks), m = q.block_scale.shape, q.extent
+    where, layout = _groups.bounds(q.group_sizes, m), _groups.columns(q.group_sizes, m)
+    codes = jnp.swapaxes(q.codes.reshape(k, blocks, BLOCK // PACK), 0, 1)
+    run = _choose("dequantize", implementation, bound=q.bound, extent=BLOCK, dtype=np.dtype(dtype))
+    values = run(codes, jnp.swapaxes(q.block_scale, 0, 1)[..., None], _groups.of_group(q.amax, layout.group, 0))
+    by_position = jnp.swapaxes(values, 1, 2).reshape(blocks * BLOCK, k)
+    group = _groups.group_of(where.ends, m)
+    position = jnp.arange(m, dtype=jnp.int32) + _groups.of_group(BLOCK * layout.first_block - where.starts, group, 0)
+    rows = jnp.take(by_position, position, axis=0, mode="fill", fill_value=0)
+    return jnp.where((group < q.group_sizes.shape[0])[:, None], rows, jnp.zeros((), dtype))
 
 
 def supported(op: str, platform: str) -> Support:
     """Whether `op` has a native implementation on `platform` ("cpu", "cuda", ...); False says what runs instead."""
     check_choice("supported", "op", op, OPS, "these are the operations")
     if platform == "cpu":
-        return Support(True, f"native handlers, {_ffi.isa()}" + (" with XLA's dot" if op in OPS[3:] else ""))
+        return Support(True, f"native handlers, {_ffi.isa()}" + ("" if op in NATIVE else " with XLA's dot"))
     return Support(
         False, f"no kernel for {platform} in this version: the traceable reference runs, strict() refuses it"
     )
@@ -312,12 +268,14 @@ def _undifferentiable(op: str, function):
 
 
 def _note(op: str, tensor: Tensor, q: Quantization, axes: tuple[int, ...], implementation: Implementation) -> None:
-    """Record the call; under strict() refuse what it pads."""
+    """Record the call; under strict() refuse what it pads. Groups are padded as their sizes, which are data, say."""
     padding = 0
     for axis in axes:
         rows, extent = stored(tensor.x.shape, axis)
-        padding += math.prod(tensor.batch) * rows * (padded(extent) - extent)
-        if extent % BLOCK and is_strict():
+        by_group = axis == 0 and tensor.groups is not None
+        blocks = grouped_extent(extent, tensor.groups or 0) if by_group else padded(extent)
+        padding += math.prod(tensor.batch) * rows * (blocks - extent)
+        if extent % BLOCK and is_strict() and not by_group:
             refuse_padding(op, "x", f"extent {extent} along axis {axis}")
         if q.tile > 1 and rows % q.tile and is_strict():
             refuse_padding(op, "x", f"{rows} rows under a tile of {q.tile}")
@@ -341,17 +299,11 @@ def refuse_padding(op: str, name: str, shown: str) -> None:
 
 def _stored_matrices(q: QuantizedTensor):
     """Codes, scales and amax as the kernels take them, [*batch, r, ...] with the batch that amax has."""
-    batch = () if q.row_scaled or q.codes.ndim == 1 else q.amax.shape
+    batch = () if q.row_scaled or q.grouped or q.codes.ndim == 1 else q.amax.shape
     rows = math.prod(q.codes.shape[len(batch) : -1])
     codes = q.codes.reshape(*batch, rows, q.codes.shape[-1])
     block_scale = q.block_scale.reshape(*batch, rows, q.block_scale.shape[-1])
-    return codes, block_scale, q.amax.reshape(rows) if q.row_scaled else q.amax
-
-
-def _logical(q: QuantizedTensor, values):
-    return jnp.swapaxes(values, -1, -2) if q.axis == 0 else values
-
-
-def _dot(a, b, batch: int, rhs_contracts: int):
-    contract, batches = ((a.ndim - 1,), (b.ndim + rhs_contracts,)), (tuple(range(batch)), tuple(range(batch)))
-    return jax.lax.dot_general(a, b, (contract, batches), preferred_element_type=jnp.float32)
+    if q.grouped == "rows" and not q.row_scaled:
+        group = _groups.group_of(_groups.bounds(q.group_sizes, rows).ends, rows)
+        return codes, block_scale, _groups.of_group(q.amax, group, 0)
+    return codes, block_scale, q.amax.reshape(rows) if q.row_scaled and q.grouped != "blocks" else q.amax

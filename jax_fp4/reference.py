@@ -1,9 +1,9 @@
-"""NVFP4 quantization, dequantization and products: the specification (docs/numerics.md, section 1).
+"""NVFP4 quantization, dequantization and products: the specification (docs/numerics.md, sections 1 and 2).
 
 Written over an array namespace. Given NumPy arrays a function runs on NumPy, keeps denormals and is exact: it is
 what every kernel must equal, bit for bit. Given jax arrays or tracers it runs on jax.numpy and is the traceable
 fallback where there is no kernel: the same bits on CPU, under jit and eager, while no value or scale is denormal
-(XLA:CPU flushes those; all stay normal for an amax above 2e-32).
+(XLA:CPU flushes those; all stay normal for an amax above 2e-32, or 1e-16 where four-over-six squares its errors).
 
 Every float operation below is one float32 rounding, in the order written. NumPy executes it so. XLA does not:
   * it contracts a*b + c to an fma where both land in one fusion. `lax.optimization_barrier` does not stop it (on
@@ -17,19 +17,22 @@ Roundings to E2M1 and E4M3 are integer arithmetic on the float32 bits, so no com
 Shapes: x is [*B, m, k]. The stored form has its blocks last: rows r and blocked extent b are (m, k) for axis=-1 and
 (k, m) for axis=0. Codes are uint8 [*B, r, pad16(b)/2], block scales e4m3 [*B, r, pad16(b)/16], amaxes float32 [*B],
 or [*B, r] under row scaling. A seed is uint32 [*B, 4]: the two key words, then the m and k at which x starts in the
-global tensor.
+global tensor. With group_sizes int32 [*B, g] (x is a stack of groups of rows), rows r of the column-wise form hold
+`grouped_extent(m, g)` columns, amaxes are [*B, g] ([*B, r], column-wise [*B, g, r], under row scaling), and the third
+word of the seed is the number of the first group.
 
-Longer than our files are, because it is one page: numerics.md section 1, paragraph after paragraph.
+Longer than our files are, because it is one page: numerics.md sections 1 and 2, paragraph after paragraph.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float8e4m3fn, UInt8, UInt32
 
+from jax_fp4 import _groups
 from jax_fp4._errors import message
 from jax_fp4._formats import (
     BLOCK,
@@ -42,6 +45,7 @@ from jax_fp4._formats import (
     SWIZZLE_COLUMNS,
     SWIZZLE_ROWS,
     Quantization,
+    amax_shape,
     exclusion,
     padded,
     stored,
@@ -265,10 +269,16 @@ def random_bytes(
     row, column = (seed[..., 2], seed[..., 3]) if axis == -1 else (seed[..., 3], seed[..., 2])
     row = row[..., None, None] + xp.arange(rows, dtype=np.uint32)[:, None]
     block = (column >> 4)[..., None, None] + xp.arange(blocks, dtype=np.uint32)
-    low, high = _product64(row, np.uint32(padded(total) // BLOCK))
+    expert = xp.asarray(expert, dtype=np.uint32)[..., None, None]
+    return _bytes_at(xp, seed, axis, row, block, np.uint32(padded(total) // BLOCK), expert)
+
+
+def _bytes_at(xp, seed, axis: int, row, block, blocks, expert):
+    """The bytes of the blocks at uint32 `row` and `block` of tensors whose rows have `blocks` blocks: they broadcast
+    to [*B, r, b], the result is [*B, r, b, 16]."""
+    low, high = _product64(row, blocks)
     index = low + block
     high = high + (index < block).astype(np.uint32)
-    expert = xp.asarray(expert, dtype=np.uint32)[..., None, None]
     words = xp.broadcast_arrays(index, high, xp.asarray(0 if axis == -1 else 1, dtype=np.uint32), expert)
     random = philox4x32(seed[..., None, None, :2], xp.stack(words, axis=-1))
     by_byte = random[..., None] >> xp.asarray([0, 8, 16, 24], dtype=np.uint32)
@@ -298,9 +308,9 @@ def hadamard_transform(x_t: Float[AnyArray, "*B r b"]) -> Float[AnyArray, "*B r 
 # Values are held as [*B, r/tile, tile, b/16, 16], what belongs to a block or tile as [*B, r/tile, 1, b/16, 1].
 
 
-def _check(amax, seed, q: Quantization) -> None:
+def _check(amax, seed, group_sizes, q: Quantization) -> None:
     """Refuse excluded pairs and (on NumPy, where values are known) a negative amax."""
-    if pair := exclusion(q, stochastic=seed is not None):
+    if pair := exclusion(q, stochastic=seed is not None, grouped=group_sizes is not None):
         first, second, why = pair
         raise ValueError(message("quantize", first, f"together with {second}", "one of the two", why, f"no {second}"))
     if amax is not None and _namespace(amax) is np and (amax < 0).any():
@@ -322,9 +332,13 @@ def _peaks(xp, v):
     return xp.max(_magnitude_bits(v), axis=(-3, -1), keepdims=True)
 
 
-def _amax_of_peaks(xp, peak, q: Quantization):
-    """[*B], or [*B, r], from the largest |bits| of each block: an integer maximum, so NaN and Inf survive; empty: 0."""
-    bits = xp.max(peak, axis=(-3, -2, -1) if q.row_scaled else (-4, -3, -2, -1), initial=np.uint32(0))
+def _amax_of_peaks(xp, peak, q: Quantization, layout: "_Layout | None" = None):
+    """The amax, of its shape (`amax_shape`), from the largest |bits| of each block: an integer maximum, so NaN and Inf
+    survive; of nothing: 0."""
+    if layout is None:
+        bits = xp.max(peak, axis=(-3, -2, -1) if q.row_scaled else (-4, -3, -2, -1), initial=np.uint32(0))
+    else:
+        bits = layout.largest(xp, xp.max(peak, axis=(-3, -1), initial=np.uint32(0)), q)
     return _canonical_amax(xp, xp.asarray(bits).view(np.float32))
 
 
@@ -364,34 +378,37 @@ def _four_over_six(xp, v, a, tensor_amax, q: Quantization):
 
 @exact
 def quantize(
-    x: Float[AnyArray, "*B m k"], amax: Any, seed: Any, q: Quantization
-) -> tuple[
-    UInt8[AnyArray, "*B r bytes"],
-    Float8e4m3fn[AnyArray, "*B r blocks"],
-    Float[AnyArray, "*B"] | Float[AnyArray, "*B r"],
-]:
+    x: Float[AnyArray, "*B m k"], amax: Any, seed: Any, group_sizes: Any, q: Quantization
+) -> tuple[UInt8[AnyArray, "*B r bytes"], Float8e4m3fn[AnyArray, "*B r blocks"], Float[AnyArray, "..."]]:
     """Codes, block scales and amax of x in the stored form of q.axis.
 
     x is rounded to q.compute_dtype first. amax None: computed; given: returned as it is (NaN canonical), and data above
     it saturates. seed None: nearest-even; given: stochastic. A block with a non-finite element is zero codes under a
     NaN scale; a zero block is zeros. The blocked extent is padded with zeros, which the Hadamard transform then fills;
     it mixes along the blocked axis, whichever that is, so that 1.3 holds for it too (the operation allows axis=0 only).
-    Raises ValueError for flags that exclude each other and for an amax that is negative or has a wrong shape.
+    group_sizes int32 [*B, g]: each group of rows is a tensor of its own (section 2). Raises ValueError for flags that
+    exclude each other and for an amax that is negative or has a wrong shape.
     """
-    _check(amax, seed, q)
-    xp, (rows, extent) = _namespace(x, amax, seed), stored(x.shape, q.axis)
+    _check(amax, seed, group_sizes, q)
+    xp = _namespace(x, amax, seed, group_sizes)
     if q.axis == 0:
         q = replace(q, four_over_six=q.column_four_over_six, bound=q.column_bound)
-    v = _as_blocks(xp, xp.asarray(x), q)
+    x, layout = xp.asarray(x), None
+    if group_sizes is not None:
+        layout = _Layout.of(xp.asarray(group_sizes), x.shape[-2], q.axis)
+        x = layout.arrange(xp, x)
+    rows, extent = stored(x.shape, q.axis)
+    v = _as_blocks(xp, x, q)
     *batch, tiles, _, blocks, _ = v.shape
     peak = _peaks(xp, v)
     if amax is None:
-        amax = _amax_of_peaks(xp, peak, q)
+        amax = _amax_of_peaks(xp, peak, q, layout)
     else:
         amax = _canonical_amax(xp, xp.asarray(amax, dtype=np.float32))
-        if amax.shape != (expected := (*batch, *[rows] * q.row_scaled)):
-            raise ValueError(f"quantize: amax has shape {amax.shape}; needs {expected}, one a tensor or row.")
-    tensor_amax = amax[(..., *[None] * (3 if q.row_scaled else 4))]
+        if amax.shape != (expected := amax_shape(tuple(batch), rows, q, layout and layout.groups)):
+            raise ValueError(f"quantize: amax has shape {amax.shape}; needs {expected}, one a tensor, group or row.")
+    by_rows = (..., *[None] * (3 if q.row_scaled else 4))
+    tensor_amax = amax[by_rows] if layout is None else layout.of_blocks(xp, amax, q)
 
     broken = peak >= INF_BITS
     v, a = xp.where(broken, np.float32(0), v), xp.where(broken, np.uint32(0), peak).view(np.float32)
@@ -401,8 +418,12 @@ def quantize(
     if seed is None:
         codes = cast_e2m1(v)
     else:
-        total = (q.m_total, q.k_total)[q.axis]
-        random = random_bytes(xp.asarray(seed), tiles * q.tile, blocks, q.axis, extent if total < 0 else total)
+        total = extent if (given := (q.m_total, q.k_total)[q.axis]) < 0 else given
+        seed, shape = xp.asarray(seed), (tiles * q.tile, blocks)
+        if layout is None:
+            random = random_bytes(seed, *shape, q.axis, total)
+        else:
+            random = layout.random_bytes(xp, seed, *shape, total)
         codes = cast_e2m1_stochastic(v, random.reshape(v.shape))
     codes = xp.where(broken, np.uint8(0), codes).reshape(*batch, tiles * q.tile, blocks * BLOCK)
     scale = xp.broadcast_to(xp.where(broken, np.uint8(NAN_SCALE), scale), (*v.shape[:-1], 1))
@@ -410,13 +431,77 @@ def quantize(
     return pack(codes[..., :rows, :]), scale[..., :rows, :].view(E4M3), amax
 
 
-def quantize_transpose(x: Float[AnyArray, "*B m k"], amax: Any, amax_t: Any, seed: Any, q: Quantization) -> tuple:
+def quantize_transpose(
+    x: Float[AnyArray, "*B m k"], amax: Any, amax_t: Any, seed: Any, group_sizes: Any, q: Quantization
+) -> tuple:
     """Row-wise (codes, block_scale, amax), then column-wise: two independent quantizations of x.
 
     q.axis is ignored, q.hadamard concerns the second only. Each amax is given or computed by itself.
     """
-    rowwise = quantize(x, amax, seed, replace(q, axis=-1, hadamard=False))
-    return *rowwise, *quantize(x, amax_t, seed, replace(q, axis=0))
+    rowwise = quantize(x, amax, seed, group_sizes, replace(q, axis=-1, hadamard=False))
+    return *rowwise, *quantize(x, amax_t, seed, group_sizes, replace(q, axis=0))
+
+
+# ---- groups: section 2 ----
+
+
+class _Layout(NamedTuple):
+    """The groups of one stored form: its rows (axis=-1) or its blocks (axis=0) each belong to one, or to none."""
+
+    axis: int
+    bounds: _groups.Bounds
+    columns: _groups.Columns | None  # axis=0 only
+    group: Any  # of each row or block
+
+    @classmethod
+    def of(cls, group_sizes, m: int, axis: int) -> "_Layout":
+        bounds = _groups.bounds(group_sizes, m)
+        columns = _groups.columns(group_sizes, m) if axis == 0 else None
+        return cls(axis, bounds, columns, _groups.group_of(bounds.ends, m) if columns is None else columns.group)
+
+    @property
+    def groups(self) -> int:
+        return self.bounds.ends.shape[-1]
+
+    def arrange(self, xp, x):
+        """x with zeros in the tail; column-wise each group at a block of its own, with zeros up to the next."""
+        if self.columns is None:
+            return xp.where((self.group < self.groups)[..., None], x, xp.zeros((), x.dtype))
+        return xp.take_along_axis(_pad_last(xp, x, 1, 0), self.columns.row[..., None], axis=-2)
+
+    def largest(self, xp, peak, q: Quantization):
+        """The amax bits of the groups, or of rows of them, from those of blocks [*B, r, b]."""
+        if self.axis == -1:
+            peak = xp.max(peak, axis=-1, initial=np.uint32(0))
+            return peak if q.row_scaled else _groups.largest(peak, self.group, self.groups)
+        by_block = peak.swapaxes(-1, -2)
+        by_block = by_block if q.row_scaled else xp.max(by_block, axis=-1, initial=np.uint32(0))
+        return _groups.largest(by_block, self.group, self.groups)
+
+    def of_blocks(self, xp, amax, q: Quantization):
+        """The amax that each block is scaled by, broadcast against [*B, r, 1, b, 1]."""
+        if self.axis == -1:
+            return (amax if q.row_scaled else _groups.of_group(amax, self.group, 0))[..., None, None, None]
+        amax = _groups.of_group(amax, self.group, 0)
+        return (amax.swapaxes(-1, -2) if q.row_scaled else amax[..., None, :])[..., None, :, None]
+
+    def random_bytes(self, xp, seed, rows: int, blocks: int, total: int):
+        """`random_bytes`, with indices that count within each group; seed[2] is the number of the first group."""
+
+        def words(values):
+            return (values[..., None] if self.axis == -1 else values[..., None, :]).astype(np.uint32)
+
+        origin = seed[..., 3, None, None]
+        row = xp.arange(rows, dtype=np.uint32)[:, None]
+        block = xp.arange(blocks, dtype=np.uint32)
+        expert = seed[..., 2, None, None] + words(self.group)
+        if self.columns is None:
+            row = row - words(_groups.of_group(self.bounds.starts, self.group, 0))
+            return _bytes_at(xp, seed, -1, row, (origin >> 4) + block, np.uint32(padded(total) // BLOCK), expert)
+        sizes = self.bounds.ends - self.bounds.starts
+        block = block - words(_groups.of_group(self.columns.first_block, self.group, 0))
+        of_row = words(_groups.of_group((sizes + (BLOCK - 1)) // BLOCK, self.group, 0))
+        return _bytes_at(xp, seed, 0, origin + row, block, of_row, expert)
 
 
 # ---- dequantize, products, swizzle: 1.9 to 1.11 ----

@@ -17,15 +17,16 @@ RANKS = {
     rank: names.split()
     for rank, names in {
         0: "_formats _errors",
-        1: "_recipe _array _record _placement checkpoint_policies",
-        2: "reference _ffi _arguments",
+        1: "_recipe _array _record _placement _groups checkpoint_policies",
+        2: "reference _ffi _arguments _ragged",
         3: "_ops",
-        4: "_gather _modes _activations _norm",
-        5: "_dense _grouped_dense",
-        6: "_dot_general _layernorm_dense _mlp _grouped_mlp",
-        7: "_moe",
-        8: "linen nnx export diagnostics report __main__",
-        9: "__init__",
+        4: "_products",
+        5: "_gather _modes _activations _norm",
+        6: "_dense",
+        7: "_grouped_dense _grouped_mlp _dot_general _layernorm_dense _mlp",
+        8: "_moe",
+        9: "linen nnx export diagnostics report __main__",
+        10: "__init__",
     }.items()
 }
 RANK = {name: rank for rank, names in RANKS.items() for name in names}

@@ -52,7 +52,7 @@ def assert_same(got, want, what=""):
 
 JITTED = {
     "matmul": jax.jit(reference.matmul, static_argnums=(2, 3)),
-    "quantize": jax.jit(reference.quantize, static_argnums=3),
+    "quantize": jax.jit(reference.quantize, static_argnums=4),
     "cast_e2m1": jax.jit(reference.cast_e2m1),
     "cast_e2m1_stochastic": jax.jit(reference.cast_e2m1_stochastic),
     "cast_e4m3": jax.jit(reference.cast_e4m3),
@@ -96,7 +96,7 @@ def test_golden_quantize(path):
         q = quantization(file["cfg"], axis, x.dtype.name)
         if q.hadamard and not file["cfg"].get("sign", True):  # signs twice are none
             x = (x * np.resize(np.array(HADAMARD_SIGNS, F32), len(x))[:, None]).astype(x.dtype)
-        codes, scale, amax = reference.quantize(x, None, None, q)
+        codes, scale, amax = reference.quantize(x, None, None, None, q)
         np.testing.assert_array_equal(without_negative_zero(codes), without_negative_zero(file[f"data{suffix}"]))
         np.testing.assert_array_equal(bits(scale), file[f"scale{suffix}"])
         np.testing.assert_array_equal(bits(amax).reshape(-1), bits(file[f"amax{suffix}"]))
@@ -112,7 +112,7 @@ def test_golden_products(path):
     operands = {}
     for name, axis in itertools.product(("x", "w", "dy"), (-1, 0)):
         q, suffix = quantization(file["cfg"][name], axis), "_t" if axis == 0 else ""
-        operands[name + suffix] = codes, scale, amax = reference.quantize(file[name], None, None, q)
+        operands[name + suffix] = codes, scale, amax = reference.quantize(file[name], None, None, None, q)
         want = without_negative_zero(file[f"{name}_data{suffix}"])
         np.testing.assert_array_equal(without_negative_zero(codes), want)
         np.testing.assert_array_equal(bits(scale), file[f"{name}_scale{suffix}"])
@@ -242,7 +242,7 @@ def test_quantize_follows_the_text(flags, magnitude):
     x = np.clip(normal(magnitude + 200, 19, 37, spread=2.0) * np.float64(2.0**magnitude), -FMAX, FMAX).astype(F32)
     x[3, 16:32] = 0
     codes, scales, amax = by_hand(x, q)
-    got = reference.quantize(x, None, None, q)
+    got = reference.quantize(x, None, None, None, q)
     np.testing.assert_array_equal(reference.unpack(got[0]), codes[:19])
     np.testing.assert_array_equal(bits(got[1]), scales[:19])
     np.testing.assert_array_equal(got[2], amax[:19] if q.row_scaled else amax)
@@ -308,13 +308,13 @@ def test_shapes(shape, axis, flags):
     *batch, m, k = shape
     r, b = (m, k) if axis == -1 else (k, m)
     x = normal(0, *shape)
-    codes, scale, amax = result = reference.quantize(x, None, None, q)
+    codes, scale, amax = result = reference.quantize(x, None, None, None, q)
     assert (codes.shape, codes.dtype) == ((*batch, r, padded(b) // 2), np.uint8)
     assert (scale.shape, scale.dtype) == ((*batch, r, padded(b) // 16), ml_dtypes.float8_e4m3fn)
     assert (amax.shape, amax.dtype) == ((*batch, r) if q.row_scaled else tuple(batch), F32)
     assert decoded(result, q, shape).shape == (*batch, r, b)
     for index in np.ndindex(*batch):
-        assert_same(jax.tree.map(lambda a, i=index: a[i], result), reference.quantize(x[index], None, None, q))
+        assert_same(jax.tree.map(lambda a, i=index: a[i], result), reference.quantize(x[index], None, None, None, q))
     if not q.hadamard:  # the transform fills the padding
         assert not reference.unpack(codes)[..., b:].any()
 
@@ -334,7 +334,9 @@ def test_column_wise_is_the_transpose_quantized_along_rows(shape, compute_dtype,
             along_rows = replace(q, axis=-1, bound=q.bound_along(0), four_over_six=q.column_four_over_six)
             transposed = np.ascontiguousarray(x.T)
             assert_same(
-                reference.quantize(x, None, None, q), reference.quantize(transposed, None, None, along_rows), name
+                reference.quantize(x, None, None, None, q),
+                reference.quantize(transposed, None, None, None, along_rows),
+                name,
             )
 
 
@@ -343,7 +345,9 @@ def test_column_wise_is_the_transpose_quantized_along_rows(shape, compute_dtype,
 def test_tiles_have_one_scale_and_the_same_codes_both_ways(flags, shape, seed):
     """1.5, and 1.8: the column-wise copy takes the row-wise choice."""
     q, (m, k) = Quantization(**flags), shape
-    codes, scale, amax, codes_t, scale_t, amax_t = reference.quantize_transpose(normal(seed, m, k), None, None, None, q)
+    codes, scale, amax, codes_t, scale_t, amax_t = reference.quantize_transpose(
+        normal(seed, m, k), None, None, None, None, q
+    )
     np.testing.assert_array_equal(reference.unpack(codes)[:, :k], reference.unpack(codes_t)[:, :m].T)
     for tile_rows in range(0, m, 16):
         for tile_columns in range(0, k, 16):
@@ -357,11 +361,11 @@ def test_tiles_have_one_scale_and_the_same_codes_both_ways(flags, shape, seed):
 @every_flag
 def test_quantize_transpose_is_both_quantize_calls(flags):
     x, q = normal(1, 2, 33, 40), Quantization(**flags)
-    row = reference.quantize(x, None, None, replace(q, hadamard=False))
-    column = reference.quantize(x, None, None, replace(q, axis=0))
-    assert_same(reference.quantize_transpose(x, None, None, None, q), (*row, *column))
+    row = reference.quantize(x, None, None, None, replace(q, hadamard=False))
+    column = reference.quantize(x, None, None, None, replace(q, axis=0))
+    assert_same(reference.quantize_transpose(x, None, None, None, None, q), (*row, *column))
     if q.row_scaled:  # the column-wise copy is made without four-over-six
-        assert_same(column, reference.quantize(x, None, None, Quantization(axis=0, row_scaled=True)))
+        assert_same(column, reference.quantize(x, None, None, None, Quantization(axis=0, row_scaled=True)))
 
 
 @every_flag
@@ -370,7 +374,7 @@ def test_every_usual_extent(flags, k):
     """B6: the error of each element is below half a step of its block."""
     x = normal(k, 32, k)
     q = Quantization(**{**flags, "hadamard": False})
-    error = np.abs(decoded(reference.quantize(x, None, None, q), q, x.shape) - x).reshape(2, 16, k // 16, 16)
+    error = np.abs(decoded(reference.quantize(x, None, None, None, q), q, x.shape) - x).reshape(2, 16, k // 16, 16)
     axes = (1, 3) if q.tile == 16 else (3,)
     peak = np.abs(x).reshape(error.shape).max(axes, keepdims=True)
     assert (error <= peak * (1 / 6 + 1 / 8)).all()  # half of the step 4..6, and the scale's own rounding
@@ -384,8 +388,10 @@ def test_master_weights_are_rounded_first(flags, compute_dtype):
     q = Quantization(compute_dtype=compute_dtype, **flags)
     with np.errstate(over="ignore"):
         rounded = x.astype(compute_dtype)
-    assert_same(reference.quantize(x, None, None, q), reference.quantize(rounded, None, None, q))
-    assert_same(reference.quantize(rounded.astype(F32), None, None, q), reference.quantize(rounded, None, None, q))
+    assert_same(reference.quantize(x, None, None, None, q), reference.quantize(rounded, None, None, None, q))
+    assert_same(
+        reference.quantize(rounded.astype(F32), None, None, None, q), reference.quantize(rounded, None, None, None, q)
+    )
 
 
 # --- values (faults.md) ---
@@ -396,7 +402,7 @@ def test_scale_underflow():
     x = np.zeros((16, 64), F32)
     x[:, :16], x[:, 32:48] = 1, 1e-7
     q = Quantization(compute_dtype="bfloat16")
-    codes, scale, amax = reference.quantize(x.astype(ml_dtypes.bfloat16), None, None, q)
+    codes, scale, amax = reference.quantize(x.astype(ml_dtypes.bfloat16), None, None, None, q)
     got = reference.dequantize(codes, scale, amax, 448, 64, F32)
     assert (got[:, :16] == 1).all()
     assert not got[:, 16:].any()
@@ -410,18 +416,18 @@ def test_zeros(flags):
     """A2: and a negative zero keeps its sign."""
     q = Quantization(**flags)
     x = np.zeros((32, 64), F32)
-    codes, scale, amax = reference.quantize(x, None, None, q)
+    codes, scale, amax = reference.quantize(x, None, None, None, q)
     assert not codes.any()
     assert not bits(scale).any()
     assert not amax.any()
     assert not decoded((codes, scale, amax), q, x.shape).any()
     if not q.hadamard:
-        assert (reference.quantize(-x, None, None, q)[0] == 0x88).all()
+        assert (reference.quantize(-x, None, None, None, q)[0] == 0x88).all()
 
 
 def test_tensor_scale_is_in_the_result():
     """A16: the same codes under twice the amax decode to exactly twice the values."""
-    codes, scale, amax = reference.quantize(normal(3, 16, 64), None, None, Quantization())
+    codes, scale, amax = reference.quantize(normal(3, 16, 64), None, None, None, Quantization())
     a, b = (reference.dequantize(codes, scale, f * amax, 448, 64, F32) for f in (F32(1), F32(2)))
     np.testing.assert_array_equal(b, 2 * a)
     one, two = (
@@ -434,7 +440,7 @@ def test_tensor_scale_is_in_the_result():
 def test_scale_invariance(flags):
     """A18: x and x * 2^-20 have the same codes, scales and relative error."""
     x, q = normal(4, 32, 64), Quantization(**flags)
-    a, b = (reference.quantize(v, None, None, q) for v in (x, x * F32(2.0**-20)))
+    a, b = (reference.quantize(v, None, None, None, q) for v in (x, x * F32(2.0**-20)))
     assert_same(a[:2], b[:2])
     np.testing.assert_array_equal(decoded(b, q, x.shape), decoded(a, q, x.shape) * F32(2.0**-20))
 
@@ -447,7 +453,7 @@ def test_a_broken_block_is_seen_and_the_others_stay_finite(flags, axis, value):
     q = Quantization(axis=axis, **flags)
     x = normal(5, 48, 64)
     x[17, 3] = value
-    codes, scale, amax = result = reference.quantize(x, None, None, q)
+    codes, scale, amax = result = reference.quantize(x, None, None, None, q)
     broken = bits(scale) == 0x7F
     assert not reference.unpack(codes).reshape(*scale.shape, 16)[broken].any()
     expected = np.zeros(x.shape, bool)
@@ -468,7 +474,7 @@ def test_a_broken_block_is_seen_and_the_others_stay_finite(flags, axis, value):
     # A non-finite amax counts as 6B: the tensor scale is 1.
     rest = np.where(expected if axis == -1 else expected.T, F32(0), x)
     given = np.where(np.isfinite(amax), amax, F32(6 * q.bound_along(axis)))
-    other = reference.quantize(rest, given, None, q)
+    other = reference.quantize(rest, given, None, None, q)
     assert_same(codes, other[0])
     np.testing.assert_array_equal(bits(scale)[~broken], bits(other[1])[~broken])
 
@@ -477,15 +483,15 @@ def test_a_broken_block_is_seen_and_the_others_stay_finite(flags, axis, value):
 @both_axes
 def test_a_given_amax(flags, axis):
     q, x = Quantization(axis=axis, **flags), normal(6, 33, 40)
-    result = reference.quantize(x, None, None, q)
-    assert_same(reference.quantize(x, result[2], None, q), result)
+    result = reference.quantize(x, None, None, None, q)
+    assert_same(reference.quantize(x, result[2], None, None, q), result)
     assert_same(reference.amax(x, q), result[2])
     half = result[2] / 2
-    codes, scale, returned = reference.quantize(x, half, None, q)
+    codes, scale, returned = reference.quantize(x, half, None, None, q)
     assert_same(returned, half)
     assert np.abs(reference.dequantize(codes, scale, half, q.bound_along(axis), 1, F32)).max() <= half.max() * F32(1.75)
     payload = np.full(half.shape, 0x7F812345, np.uint32).view(F32)
-    assert set(bits(reference.quantize(x, payload, None, q)[2]).reshape(-1)) == {0x7FC00000}
+    assert set(bits(reference.quantize(x, payload, None, None, q)[2]).reshape(-1)) == {0x7FC00000}
 
 
 def test_refusals():
@@ -498,11 +504,11 @@ def test_refusals():
         (dict(four_over_six="MAE"), seed),
     ):
         with pytest.raises(ValueError, match="needs one of the two"):
-            reference.quantize(x, None, key, Quantization(**flags))
+            reference.quantize(x, None, key, None, Quantization(**flags))
     with pytest.raises(ValueError, match="needs values >= 0"):
-        reference.quantize(x, np.array(-1, F32), None, Quantization())
+        reference.quantize(x, np.array(-1, F32), None, None, Quantization())
     with pytest.raises(ValueError, match=r"amax has shape \(16,\); needs \(\)"):
-        reference.quantize(x, np.ones(16, F32), None, Quantization())
+        reference.quantize(x, np.ones(16, F32), None, None, Quantization())
 
 
 def test_dequantize_overflows_as_the_golden_files_do():
@@ -545,7 +551,7 @@ def test_hadamard_cancels_in_the_product():
     errors = []
     for hadamard in (False, True):
         q = Quantization(axis=0, hadamard=hadamard)
-        dw = reference.matmul(*(reference.quantize(v, None, None, q) for v in (x, dy)), (448, 448), F32)
+        dw = reference.matmul(*(reference.quantize(v, None, None, None, q) for v in (x, dy)), (448, 448), F32)
         errors.append(np.linalg.norm(dw - want) / np.linalg.norm(want))
     assert max(errors) < 0.2
 
@@ -588,7 +594,7 @@ def test_unbiased_over_keys(axis):
     keys = np.zeros((4096, 4), np.uint32)
     keys[:, :2] = np.random.default_rng(12).integers(0, 2**32, (4096, 2))
     q = Quantization(axis=axis)
-    got = decoded(reference.quantize(np.broadcast_to(x, (4096, 16, 16)), None, keys, q), q, x.shape)
+    got = decoded(reference.quantize(np.broadcast_to(x, (4096, 16, 16)), None, keys, None, q), q, x.shape)
     oriented = x if axis == -1 else x.T
     step = np.where(np.abs(oriented) < 2, 0.5, np.where(np.abs(oriented) < 4, 1, 2))
     off = np.abs(got.mean(0) - oriented) > 3 * got.std(0) / 64 + step / 256 + 1e-6
@@ -598,11 +604,11 @@ def test_unbiased_over_keys(axis):
 def test_same_key_same_bits():
     """B2, and the directions draw differently."""
     x, q = normal(13, 64, 64), Quantization()
-    first, again, other = (reference.quantize(x, None, seed_of(1, w), q)[0] for w in (2, 2, 3))
+    first, again, other = (reference.quantize(x, None, seed_of(1, w), None, q)[0] for w in (2, 2, 3))
     assert_same(first, again)
     assert (reference.unpack(first) != reference.unpack(other)).mean() > 0.1
     square = (x + x.T) / 2
-    row, column = (reference.quantize(square, None, seed_of(1, 2), Quantization(axis=a))[0] for a in (-1, 0))
+    row, column = (reference.quantize(square, None, seed_of(1, 2), None, Quantization(axis=a))[0] for a in (-1, 0))
     assert (row != column).any()
 
 
@@ -611,10 +617,10 @@ def test_same_key_same_bits():
 def test_a_sharded_draw_equals_the_unsharded_one(axis, flags):
     q = Quantization(axis=axis, m_total=64, k_total=96, **flags)
     x = normal(14, 64, 96)
-    whole = reference.quantize(x, None, seed_of(5, 6), q)
+    whole = reference.quantize(x, None, seed_of(5, 6), None, q)
     for m, k in itertools.product(range(0, 64, 32), range(0, 96, 48)):
         seed = np.array([5, 6, m, k], np.uint32)
-        codes, scale, _ = reference.quantize(x[m : m + 32, k : k + 48], whole[2], seed, q)
+        codes, scale, _ = reference.quantize(x[m : m + 32, k : k + 48], whole[2], seed, None, q)
         r, b, rows, extent = (m, k, 32, 48) if axis == -1 else (k, m, 48, 32)
         assert_same(codes, whole[0][r : r + rows, b // 2 : (b + extent) // 2])
         assert_same(scale, whole[1][r : r + rows, b // 16 : (b + extent) // 16])
@@ -657,7 +663,7 @@ def test_product_of_the_dequantized_operands(shape, dtype, xp):
     x, w = normal(k, m, k) * F32(1e20), normal(k + 1, n, k) * F32(1e-20)
     for row_scaled, with_bias in ((False, True), (True, False)):
         qx, qw = Quantization(row_scaled=row_scaled), Quantization(four_over_six="MAE", bound=256)
-        a, b = reference.quantize(x, None, None, qx), reference.quantize(w, None, None, qw)
+        a, b = reference.quantize(x, None, None, None, qx), reference.quantize(w, None, None, None, qw)
         bias = normal(k + 2, n) if with_bias else None
         first, second = (reference.dequantize(*t, q.bound, k, F32).astype(np.float64) for t, q in ((a, qx), (b, qw)))
         want = first @ second.T + (0 if bias is None else bias)
@@ -671,7 +677,7 @@ def test_product_of_the_dequantized_operands(shape, dtype, xp):
 def test_tensor_scales_multiply_one_after_the_other():
     """A single alpha would be denormal here; and the epilogue is two products and a sum, each rounded."""
     x, w = normal(15, 16, 32) * F32(1e-20), normal(16, 8, 32) * F32(1e-14)
-    a, b = (reference.quantize(v, None, None, Quantization()) for v in (x, w))
+    a, b = (reference.quantize(v, None, None, None, Quantization()) for v in (x, w))
     bias = normal(17, 8) * F32(1e-33)
     codes = [reference.dequantize(t[0], t[1], None, 448, 32, F32).astype(np.float64) for t in (a, b)]
     acc = (codes[0] @ codes[1].T).astype(F32)
@@ -686,7 +692,7 @@ def test_the_bias_is_added_to_a_rounded_product():
     """No contraction: with one element along k the sum is exact, so jnp equals NumPy bit for bit."""
     x, w, bias = normal(18, 64, 1), normal(19, 48, 1), normal(20, 48)
     for row_scaled in (False, True):
-        a, b = (reference.quantize(v, None, None, Quantization(row_scaled=row_scaled)) for v in (x, w))
+        a, b = (reference.quantize(v, None, None, None, Quantization(row_scaled=row_scaled)) for v in (x, w))
         want = reference.matmul(a, b, (448, 448), F32, bias)
         assert_same(run("matmul", jnp, a, b, (448, 448), F32, bias), want)
         assert_same(reference.matmul(*jax.tree.map(jnp.asarray, (a, b)), (448, 448), F32, jnp.asarray(bias)), want)
@@ -696,7 +702,7 @@ def test_the_bias_is_added_to_a_rounded_product():
 def test_zero_and_broken_operands(xp):
     zeros, x = np.zeros((4, 32), F32), normal(21, 6, 32)
     x[2, 5] = np.inf
-    a, b = (reference.quantize(v, None, None, Quantization()) for v in (zeros, x))
+    a, b = (reference.quantize(v, None, None, None, Quantization()) for v in (zeros, x))
     y = run("matmul", xp, a, b, (448, 448), F32)
     np.testing.assert_array_equal(y, np.where(np.arange(6) == 2, np.nan, np.zeros((4, 6))))
     y = run("matmul", xp, b, b, (448, 448), F32)
@@ -738,7 +744,8 @@ def calls(draw):
         **flags,
     )
     x = normal(draw(st.integers(0, 99)), *shape, spread=draw(st.sampled_from([0.0, 1.0, 4.0])))
-    x = (x * F32(2.0 ** draw(st.sampled_from([0, 0, -60, 60])))).astype(
+    tiny = 0 if q.four_over_six == "MSE" else -60  # a squared error would be denormal, which XLA:CPU flushes
+    x = (x * F32(2.0 ** draw(st.sampled_from([0, 0, tiny, 60])))).astype(
         draw(st.sampled_from([F32, ml_dtypes.bfloat16]))
     )
     if draw(st.integers(0, 3)) == 0:
@@ -752,7 +759,7 @@ def calls(draw):
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
 def test_jitted_quantize_equals_numpy(call):
     x, seed, q = call
-    assert_same(run("quantize", jnp, x, None, seed, q), reference.quantize(x, None, seed, q), q)
+    assert_same(run("quantize", jnp, x, None, seed, None, q), reference.quantize(x, None, seed, None, q), q)
 
 
 @pytest.mark.core
@@ -780,7 +787,7 @@ def test_what_keeps_xla_from_changing_bits(compiled):
 def test_jitted_choice_equals_numpy_on_many_blocks(name):
     """Where two errors nearly agree, one contracted or reciprocal rounding would turn the choice."""
     x, q = normal(26, 256, 512), Quantization(**FLAGS[name])
-    assert_same(run("quantize", jnp, x, None, None, q), reference.quantize(x, None, None, q))
+    assert_same(run("quantize", jnp, x, None, None, None, q), reference.quantize(x, None, None, None, q))
 
 
 @pytest.mark.core
@@ -791,9 +798,9 @@ def test_constants_are_not_folded_into_other_roundings(flags):
     """An amax, a seed, codes closed over are constants of the program, which XLA would combine with ours."""
     x, q = normal(24, 33, 50), Quantization(**flags)
     seed = None if q.row_scaled or q.four_over_six else np.array([7, 8, 32, 16], np.uint32)
-    codes, scale, amax = want = reference.quantize(x, None, seed, q)
+    codes, scale, amax = want = reference.quantize(x, None, seed, None, q)
     known = jax.tree.map(jnp.asarray, (amax, seed))
-    assert_same(jax.jit(lambda x: reference.quantize(x, *known, q))(x), want)
+    assert_same(jax.jit(lambda x: reference.quantize(x, *known, None, q))(x), want)
     values = reference.dequantize(codes, scale, amax, q.bound, 50, F32)
     assert_same(jax.jit(lambda c, s: reference.dequantize(c, s, known[0], q.bound, 50, F32))(codes, scale), values)
 
@@ -802,8 +809,8 @@ def test_constants_are_not_folded_into_other_roundings(flags):
 def test_eager_equals_numpy(flags):
     x, q = normal(25, 17, 20), Quantization(compute_dtype="float16", **flags)
     seed = None if q.row_scaled or q.four_over_six else np.array([7, 8, 32, 16], np.uint32)
-    want = reference.quantize_transpose(x, None, None, seed, q)
-    got = reference.quantize_transpose(jnp.asarray(x), None, None, None if seed is None else jnp.asarray(seed), q)
+    want = reference.quantize_transpose(x, None, None, seed, None, q)
+    got = reference.quantize_transpose(jnp.asarray(x), None, None, None if seed is None else jnp.asarray(seed), None, q)
     assert all(isinstance(a, jax.Array) for a in got)
     assert_same(got, want)
     assert_same(
@@ -816,7 +823,7 @@ def test_eager_equals_numpy(flags):
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
 def test_jitted_dequantize_equals_numpy(call, dtype, product_form):
     x, seed, q = call
-    codes, scale, amax = reference.quantize(x, None, seed, q)
+    codes, scale, amax = reference.quantize(x, None, seed, None, q)
     static = q.bound_along(q.axis), x.shape[-1 if q.axis == -1 else -2], dtype
     operands = codes, scale, None if product_form else amax
     want, got = reference.dequantize(*operands, *static), run("dequantize", jnp, *operands, *static)
@@ -828,5 +835,5 @@ def test_jitted_dequantize_equals_numpy(call, dtype, product_form):
 @pytest.mark.parametrize("flags", [{}, dict(hadamard=True), FLAGS["mse_tiles"]], ids=str)
 def test_vmap_is_a_batch(flags):
     x, q = normal(23, 3, 17, 40), Quantization(axis=0, **flags)
-    got = jax.jit(jax.vmap(lambda v: reference.quantize(v, None, None, q)))(x)
-    assert_same(got, reference.quantize(x, None, None, q))
+    got = jax.jit(jax.vmap(lambda v: reference.quantize(v, None, None, None, q)))(x)
+    assert_same(got, reference.quantize(x, None, None, None, q))

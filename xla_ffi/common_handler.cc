@@ -1,7 +1,8 @@
 #include "common_handler.h"
 
-#include <vector>
+#include <new>
 
+#include "cpu/dispatch.h"
 #include "kernels/nvfp4.h"
 
 namespace jax_fp4 {
@@ -13,6 +14,21 @@ std::string shape_text(const int64_t* dimensions, size_t rank) {
   return text + "]";
 }
 
+int64_t last_extent(const ffi::AnyBuffer& buffer) {
+  const auto dimensions = buffer.dimensions();
+  return dimensions.size() == 0 ? 0 : dimensions[dimensions.size() - 1];
+}
+
+// numerics.md 1.4, 1.6 and 1.8: what is not defined is refused here too.
+void refuse_exclusions(Checks& checks, const QuantizeAttributes& a, bool stochastic) {
+  const bool tiled = a.tile != 1, four_over_six = a.four_over_six != 0;
+  checks.require(!(a.row_scaled && (a.hadamard || tiled || stochastic)),
+                 "row_scaled excludes hadamard, tile 16 and a seed");
+  checks.require(!(four_over_six && (a.hadamard || stochastic)),
+                 "four_over_six excludes hadamard and a seed");
+  checks.require(!(a.grouped && tiled), "group_sizes exclude tile 16, which is for weights");
+}
+
 }  // namespace
 
 ffi::Error Checks::error() const { return ffi::Error::InvalidArgument(text_); }
@@ -22,7 +38,7 @@ void Checks::require(bool condition, const std::string& what) {
 }
 
 void Checks::shape(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
-                   ffi::Span<const int64_t> batch, std::initializer_list<int64_t> tail) {
+                   ffi::Span<const int64_t> batch, const std::vector<int64_t>& tail) {
   const auto dimensions = buffer.dimensions();
   std::vector<int64_t> needed(batch.begin(), batch.end());
   needed.insert(needed.end(), tail.begin(), tail.end());
@@ -59,10 +75,11 @@ DType Checks::dtype(const char* name, const ffi::AnyBuffer& buffer) {
   }
 }
 
-QuantizeProblem quantize_problem(Checks& checks, const ffi::AnyBuffer& x,
-                                 const ffi::AnyBuffer& seed, const QuantizeAttributes& a,
-                                 ffi::Span<const int64_t>& batch) {
-  QuantizeProblem p = {};
+QuantizeCall quantize_call(Checks& checks, const ffi::AnyBuffer& x, const ffi::AnyBuffer& seed,
+                           const ffi::AnyBuffer& group_sizes, const QuantizeAttributes& a,
+                           ffi::Span<const int64_t>& batch) {
+  QuantizeCall call = {};
+  QuantizeProblem& p = call.entry;
   p.x = x.untyped_data();
   p.x_dtype = checks.dtype("x", x);
   const auto dimensions = x.dimensions();
@@ -72,10 +89,10 @@ QuantizeProblem quantize_problem(Checks& checks, const ffi::AnyBuffer& x,
   checks.require(a.four_over_six >= 0 && a.four_over_six <= 2,
                  "attribute four_over_six is not 0, 1 or 2");
   checks.require(a.bound == 256 || a.bound == 448, "attribute bound is not 256 or 448");
-  if (!checks.ok()) return p;
+  if (!checks.ok()) return call;
   batch = dimensions.first(dimensions.size() - 2);
-  p.batch = 1;
-  for (const int64_t extent : batch) p.batch *= extent;
+  call.batch = 1;
+  for (const int64_t extent : batch) call.batch *= extent;
   p.m = dimensions[dimensions.size() - 2];
   p.k = dimensions[dimensions.size() - 1];
   p.m_total = a.m_total < 0 ? p.m : a.m_total;
@@ -84,45 +101,42 @@ QuantizeProblem quantize_problem(Checks& checks, const ffi::AnyBuffer& x,
   p.tile = a.tile;
   p.row_scaled = a.row_scaled;
 
-  const auto words = seed.dimensions();
-  const bool stochastic = words.size() > 0 && words[words.size() - 1] != 0;
+  const bool stochastic = last_extent(seed) != 0;
   checks.shape("seed", seed, ffi::DataType::U32, batch, {stochastic ? 4 : 0});
-  p.seed = stochastic ? static_cast<const uint32_t*>(seed.untyped_data()) : nullptr;
+  call.seed = stochastic ? static_cast<const uint32_t*>(seed.untyped_data()) : nullptr;
 
-  // numerics.md 1.4, 1.6 and 1.8: what is not defined is refused here too.
-  const bool tiled = a.tile != 1, four_over_six = a.four_over_six != 0;
-  checks.require(!(a.row_scaled && (a.hadamard || tiled || stochastic)),
-                 "row_scaled excludes hadamard, tile 16 and a seed");
-  checks.require(!(four_over_six && (a.hadamard || stochastic)),
-                 "four_over_six excludes hadamard and a seed");
-  return p;
+  call.grouped = a.grouped;
+  call.groups = a.grouped ? last_extent(group_sizes) : 1;
+  checks.shape("group_sizes", group_sizes, ffi::DataType::S32, batch,
+               {a.grouped ? call.groups : 0});
+  call.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
+  refuse_exclusions(checks, a, stochastic);
+  return call;
 }
 
-StoredForm stored_form(Checks& checks, const QuantizeProblem& p, const QuantizeAttributes& a,
-                       ffi::Span<const int64_t> batch, bool along_k, const char* suffix,
-                       const ffi::AnyBuffer& given, ffi::AnyBuffer codes,
-                       ffi::AnyBuffer block_scale, ffi::AnyBuffer amax) {
-  const int64_t rows = along_k ? p.m : p.k, blocks = ceil_div(along_k ? p.k : p.m, kBlock);
+void add_stored_form(Checks& checks, QuantizeCall& call, const QuantizeAttributes& a,
+                     ffi::Span<const int64_t> batch, bool along_k, const char* suffix,
+                     const ffi::AnyBuffer& given, ffi::AnyBuffer codes, ffi::AnyBuffer block_scale,
+                     ffi::AnyBuffer amax) {
+  const QuantizeProblem& p = call.entry;
+  const int64_t rows = along_k ? p.m : p.k;
+  const int64_t blocks = along_k     ? ceil_div(p.k, kBlock)
+                         : a.grouped ? grouped_blocks(p.m, call.groups)
+                                     : ceil_div(p.m, kBlock);
   const auto named = [suffix](const char* name) { return std::string(name) + suffix; };
-  const auto amax_shape = [&](const std::string& name, const ffi::AnyBuffer& buffer) {
-    if (a.row_scaled)
-      checks.shape(name.c_str(), buffer, ffi::DataType::F32, batch, {rows});
-    else
-      checks.shape(name.c_str(), buffer, ffi::DataType::F32, batch, {});
-  };
-  if (a.given_amax) {
-    amax_shape(named("amax"), given);
-    checks.not_negative(named("amax").c_str(), given);
-  } else {
-    checks.shape(named("amax").c_str(), given, ffi::DataType::F32, batch, {0});
-  }
+  std::vector<int64_t> amax_tail;  // one value a matrix, or one a stored row of it
+  if (a.grouped && !(a.row_scaled && along_k)) amax_tail.push_back(call.groups);
+  if (a.row_scaled) amax_tail.push_back(rows);
+  checks.shape(named("amax").c_str(), given, ffi::DataType::F32, batch,
+               a.given_amax ? amax_tail : std::vector<int64_t>{0});
+  if (a.given_amax) checks.not_negative(named("amax").c_str(), given);
   checks.shape(named("codes").c_str(), codes, ffi::DataType::U8, batch,
                {rows, blocks * kBlockCodeBytes});
   checks.shape(named("block_scale").c_str(), block_scale, ffi::DataType::F8E4M3FN, batch,
                {rows, blocks});
-  amax_shape(named("result amax"), amax);
+  checks.shape(named("result amax").c_str(), amax, ffi::DataType::F32, batch, amax_tail);
 
-  StoredForm form = {};
+  StoredForm& form = along_k ? call.entry.row : call.entry.column;
   form.wanted = true;
   form.rows = rows;
   form.blocks = blocks;
@@ -134,7 +148,20 @@ StoredForm stored_form(Checks& checks, const QuantizeProblem& p, const QuantizeA
   form.codes = static_cast<uint8_t*>(codes.untyped_data());
   form.block_scale = static_cast<uint8_t*>(block_scale.untyped_data());
   form.amax = static_cast<float*>(amax.untyped_data());
-  return form;
+  if (a.given_amax)
+    (along_k ? call.given_row_amax : call.given_column_amax) =
+        static_cast<const float*>(given.untyped_data());
+}
+
+ffi::Error run_quantize(const char* op, ffi::ThreadPool pool, const QuantizeCall& call) {
+  try {
+    PoolExecutor<ffi::ThreadPool> executor(pool);
+    quantize(kernels(), executor, call);
+    return ffi::Error::Success();
+  } catch (const std::bad_alloc&) {
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      std::string(op) + ": no memory for the table of groups");
+  }
 }
 
 }  // namespace jax_fp4

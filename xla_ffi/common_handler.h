@@ -4,10 +4,10 @@
 #define JAX_FP4_XLA_FFI_COMMON_HANDLER_H_
 
 #include <cstdint>
-#include <initializer_list>
 #include <string>
+#include <vector>
 
-#include "cpu/kernels.h"
+#include "cpu/quantize.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fp4 {
@@ -27,7 +27,7 @@ class Checks {
 
   // `buffer` must be `dtype` [*batch, *tail], where the leading dimensions of `batch` count.
   void shape(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
-             ffi::Span<const int64_t> batch, std::initializer_list<int64_t> tail);
+             ffi::Span<const int64_t> batch, const std::vector<int64_t>& tail);
 
   // No element of a given amax may be below zero. -0.0 and every NaN may come, and bits decide: a
   // thread of XLA takes denormals for zeros.
@@ -52,6 +52,7 @@ struct QuantizeAttributes {
   int64_t m_total;
   int64_t k_total;
   bool given_amax;
+  bool grouped;
 };
 
 // Those of quantize.
@@ -59,17 +60,21 @@ struct AxisQuantizeAttributes : QuantizeAttributes {
   int32_t axis;
 };
 
-// x [*B, m, k] and seed [*B, 4] or [*B, 0] with their attributes; complains about what no kernel
-// defines. `batch` receives B. The stored forms are left unwanted.
-QuantizeProblem quantize_problem(Checks& checks, const ffi::AnyBuffer& x,
-                                 const ffi::AnyBuffer& seed, const QuantizeAttributes& attributes,
-                                 ffi::Span<const int64_t>& batch);
+// x [*B, m, k], seed [*B, 4] or [*B, 0] and group_sizes [*B, g] (not grouped: [*B, 0]) with their
+// attributes; complains about what no kernel defines. `batch` receives B. The stored forms are left
+// unwanted.
+QuantizeCall quantize_call(Checks& checks, const ffi::AnyBuffer& x, const ffi::AnyBuffer& seed,
+                           const ffi::AnyBuffer& group_sizes, const QuantizeAttributes& attributes,
+                           ffi::Span<const int64_t>& batch);
 
-// One stored form of the problem, its amax operand checked.
-StoredForm stored_form(Checks& checks, const QuantizeProblem& problem,
-                       const QuantizeAttributes& attributes, ffi::Span<const int64_t> batch,
-                       bool along_k, const char* suffix, const ffi::AnyBuffer& given,
-                       ffi::AnyBuffer codes, ffi::AnyBuffer block_scale, ffi::AnyBuffer amax);
+// Adds one stored form to the call, its amax operand checked.
+void add_stored_form(Checks& checks, QuantizeCall& call, const QuantizeAttributes& attributes,
+                     ffi::Span<const int64_t> batch, bool along_k, const char* suffix,
+                     const ffi::AnyBuffer& given, ffi::AnyBuffer codes, ffi::AnyBuffer block_scale,
+                     ffi::AnyBuffer amax);
+
+// quantize() for a handler, which no exception may leave: memory for the groups may run out.
+ffi::Error run_quantize(const char* op, ffi::ThreadPool pool, const QuantizeCall& call);
 
 }  // namespace jax_fp4
 
@@ -78,7 +83,8 @@ StoredForm stored_form(Checks& checks, const QuantizeProblem& problem,
   StructMember<int32_t>("tile"), StructMember<bool>("row_scaled"), StructMember<bool>("hadamard"), \
       StructMember<int32_t>("four_over_six"), StructMember<int32_t>("bound"),                      \
       StructMember<int32_t>("compute"), StructMember<int64_t>("m_total"),                          \
-      StructMember<int64_t>("k_total"), StructMember<bool>("given_amax")
+      StructMember<int64_t>("k_total"), StructMember<bool>("given_amax"),                          \
+      StructMember<bool>("grouped")
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp4::QuantizeAttributes, JAX_FP4_QUANTIZE_ATTRIBUTES);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp4::AxisQuantizeAttributes, JAX_FP4_QUANTIZE_ATTRIBUTES,

@@ -4,8 +4,10 @@
 // Every buffer lies on the heap with its exact size, so the sanitizer sees any step outside. Each
 // case runs with outputs poisoned with 0x7F and with 0x00 (all bytes are written), on every
 // compiled instruction set, with one thread and with several, and under FTZ and DAZ: the bits must
-// be equal.
+// be equal. In a call with groups each of them equals that group quantized alone.
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -135,9 +137,10 @@ struct TestPool {
 using Bytes = std::vector<uint8_t>;
 
 struct Case {
-  QuantizeProblem problem = {};
+  QuantizeCall call = {};
   Bytes x;
   std::vector<uint32_t> seed;
+  std::vector<int32_t> group_sizes;
   bool given = false;
   std::vector<float> row_amax, column_amax;
 };
@@ -156,33 +159,41 @@ bool same(const Form& a, const Form& b) {
          (a.amax.empty() || std::memcmp(a.amax.data(), b.amax.data(), 4 * a.amax.size()) == 0);
 }
 
-Form poisoned(const QuantizeProblem& p, const StoredForm& stored, int poison) {
+Form poisoned(const QuantizeCall& call, bool row_wise, int poison) {
   Form form;
-  const auto blocks = static_cast<size_t>(p.batch * stored.rows * stored.blocks);
+  const StoredForm& stored = row_wise ? call.entry.row : call.entry.column;
+  const auto blocks = static_cast<size_t>(call.batch * stored.rows * stored.blocks);
   form.codes.assign(blocks * kBlockCodeBytes, static_cast<uint8_t>(poison));
   form.block_scale.assign(blocks, static_cast<uint8_t>(poison));
-  form.amax.resize(static_cast<size_t>(amax_count(p, stored)));
+  form.amax.resize(static_cast<size_t>(amax_count(call, row_wise)));
   if (!form.amax.empty()) std::memset(form.amax.data(), poison, 4 * form.amax.size());
   return form;
 }
 
-Result run(const Case& c, const Kernels& kernels, int poison, int64_t threads, bool late) {
-  QuantizeProblem p = c.problem;
-  Result r = {poisoned(p, p.row, poison), poisoned(p, p.column, poison)};
-  const auto attach = [](StoredForm& form, Form& buffers) {
+void attach(QuantizeProblem& p, Result& r) {
+  for (const bool row_wise : {true, false}) {
+    StoredForm& form = row_wise ? p.row : p.column;
+    Form& buffers = row_wise ? r.row : r.column;
     form.codes = buffers.codes.data();
     form.block_scale = buffers.block_scale.data();
     form.amax = buffers.amax.data();
-  };
-  attach(p.row, r.row);
-  attach(p.column, r.column);
+  }
+}
+
+Result run(const Case& c, const Kernels& kernels, int poison, int64_t threads, bool late) {
+  QuantizeCall call = c.call;
+  Result r = {poisoned(call, true, poison), poisoned(call, false, poison)};
+  attach(call.entry, r);
+  call.entry.x = c.x.data();
+  call.seed = c.seed.empty() ? nullptr : c.seed.data();
+  call.group_sizes = c.group_sizes.data();
+  call.given_row_amax = c.given ? c.row_amax.data() : nullptr;
+  call.given_column_amax = c.given ? c.column_amax.data() : nullptr;
   TestPool pool(threads, late);
   PoolExecutor<TestPool> executor(pool);
-  GivenAmax given = {};
-  if (c.given) given = {c.row_amax.data(), c.column_amax.data()};
-  quantize(kernels, executor, p, given);
-  if (!p.row.wanted) r.row = {};
-  if (!p.column.wanted) r.column = {};
+  quantize(kernels, executor, call);
+  if (!call.entry.row.wanted) r.row = {};
+  if (!call.entry.column.wanted) r.column = {};
   return r;
 }
 
@@ -219,10 +230,12 @@ std::vector<float> random_amaxes(int64_t count) {
   return amaxes;
 }
 
+size_t width_of(DType dtype) { return dtype == DType::kF32 ? 4 : 2; }
+
 // The words of dtype `dtype`: float32 cut short, which reaches every word.
 Bytes random_words(int64_t count, DType dtype) {
   const int kind = static_cast<int>(draw(0, 6));
-  const size_t width = dtype == DType::kF32 ? 4 : 2;
+  const size_t width = width_of(dtype);
   Bytes words(static_cast<size_t>(count) * width);
   for (size_t i = 0; i < words.size(); i += width) {
     const uint32_t bits = to_bits(random_value(kind)) >> (width == 4 ? 0 : 16);
@@ -231,76 +244,256 @@ Bytes random_words(int64_t count, DType dtype) {
   return words;
 }
 
+// Sizes that fit, sizes that do not, and sizes that no program should send.
+std::vector<int32_t> random_sizes(int64_t m, int64_t groups) {
+  const int64_t wild[] = {0, 1, 15, 16, 17, -1, m, m + 1, INT32_MIN, INT32_MAX};
+  const int64_t kind = draw(0, 5), chosen = draw(0, std::max<int64_t>(groups - 1, 0));
+  std::vector<int32_t> sizes(static_cast<size_t>(groups));
+  for (int64_t i = 0; i < groups; ++i) {
+    int64_t size = 0;
+    if (kind == 0) size = draw(0, 2 * m / groups + 1);  // sums on both sides of m
+    if (kind == 1) size = draw(0, 1);
+    if (kind == 2) size = i == chosen ? m : 0;
+    if (kind == 3) size = draw(0, m / (2 * groups));  // a long tail
+    if (kind == 4) size = wild[draw(0, 9)];
+    if (kind == 5) size = 16 * draw(0, m / (8 * groups));
+    sizes[static_cast<size_t>(i)] = static_cast<int32_t>(size);
+  }
+  return sizes;
+}
+
+void draw_groups(Case& c) {
+  QuantizeCall& call = c.call;
+  call.grouped = call.entry.tile == 1 && chance(0.5);
+  call.groups = call.grouped ? (chance(0.1) ? 40 : draw(0, 7)) : 1;
+  for (int64_t i = 0; call.grouped && i < call.batch; ++i) {
+    const std::vector<int32_t> sizes = random_sizes(call.entry.m, call.groups);
+    c.group_sizes.insert(c.group_sizes.end(), sizes.begin(), sizes.end());
+  }
+}
+
+// Key words, then m origin or number of the first group, then k origin.
+uint32_t random_seed_word(const QuantizeCall& call, int64_t place) {
+  if (place < 2) return static_cast<uint32_t>(random_engine());
+  if (place == 2 && call.grouped) return static_cast<uint32_t>(draw(-3, 1000));
+  return static_cast<uint32_t>(16 * draw(0, 1000));
+}
+
 Case random_case() {
   Case c;
-  QuantizeProblem& p = c.problem;
-  p.batch = chance(0.3) ? draw(0, 3) : 1;
+  QuantizeCall& call = c.call;
+  QuantizeProblem& p = call.entry;
+  call.batch = chance(0.3) ? draw(0, 3) : 1;
   p.m = random_extent();
   p.k = random_extent();
   p.x_dtype = static_cast<DType>(draw(0, 2));
   p.compute = static_cast<DType>(draw(0, 2));
-  p.tile = chance(0.3) ? kBlock : 1;
+  p.tile = chance(0.2) ? kBlock : 1;
   p.row_scaled = p.tile == 1 && chance(0.3);
   const auto norm = static_cast<ErrorNorm>(chance(0.5) ? 0 : draw(1, 2));
   const bool plain = norm == ErrorNorm::kNone && !p.row_scaled;
   p.m_total = p.m + draw(0, 1) * 1000;
   p.k_total = p.k + draw(0, 1) * 1000;
+  draw_groups(c);
   if (plain && chance(0.4))
-    for (int64_t i = 0; i < 4 * p.batch; ++i)
-      c.seed.push_back(static_cast<uint32_t>(i % 4 < 2 ? random_engine() : 16 * draw(0, 1000)));
-  p.seed = c.seed.empty() ? nullptr : c.seed.data();
+    for (int64_t i = 0; i < 4 * call.batch; ++i) c.seed.push_back(random_seed_word(call, i % 4));
   const int wanted = static_cast<int>(draw(1, 3)), bound = chance(0.5) ? 256 : 448;
   p.row = {(wanted & 1) != 0, p.m,    ceil_div(p.k, kBlock), false, norm, bound, nullptr,
            nullptr,           nullptr};
   p.column = {(wanted & 2) != 0,
               p.k,
-              ceil_div(p.m, kBlock),
+              call.grouped ? grouped_blocks(p.m, call.groups) : ceil_div(p.m, kBlock),
               plain && chance(0.4),
               p.row_scaled ? ErrorNorm::kNone : norm,
               p.row_scaled ? 448 : bound,
               nullptr,
               nullptr,
               nullptr};
-  c.x = random_words(p.batch * p.m * p.k, p.x_dtype);
-  p.x = c.x.data();
-  c.given = chance(0.4) && p.batch > 0;
-  c.row_amax = random_amaxes(amax_count(p, p.row));
-  c.column_amax = random_amaxes(amax_count(p, p.column));
+  c.x = random_words(call.batch * p.m * p.k, p.x_dtype);
+  c.given = chance(0.4) && call.batch > 0 && call.groups > 0;
+  c.row_amax = random_amaxes(amax_count(call, true));
+  c.column_amax = random_amaxes(amax_count(call, false));
   return c;
 }
 
 // "Quantize column-wise" equals "transpose, then quantize row-wise".
 void test_transpose(const Case& c, const Form& column) {
-  const QuantizeProblem& p = c.problem;
-  if (!p.column.wanted || p.column.hadamard || p.seed != nullptr ||
+  const QuantizeProblem& p = c.call.entry;
+  if (!p.column.wanted || p.column.hadamard || !c.seed.empty() || c.call.grouped ||
       (p.tile != 1 && p.row.four_over_six != ErrorNorm::kNone))
     return;
   Case turned = c;
-  const size_t width = p.x_dtype == DType::kF32 ? 4 : 2;
-  for (int64_t b = 0; b < p.batch; ++b)
+  const size_t width = width_of(p.x_dtype);
+  for (int64_t b = 0; b < c.call.batch; ++b)
     for (int64_t i = 0; i < p.m; ++i)
       for (int64_t j = 0; j < p.k; ++j)
         std::memcpy(&turned.x[static_cast<size_t>((b * p.k + j) * p.m + i) * width],
                     &c.x[static_cast<size_t>((b * p.m + i) * p.k + j) * width], width);
-  turned.problem.x = turned.x.data();
-  std::swap(turned.problem.m, turned.problem.k);
-  turned.problem.row = p.column;
-  turned.problem.column.wanted = false;
+  std::swap(turned.call.entry.m, turned.call.entry.k);
+  turned.call.entry.row = p.column;
+  turned.call.entry.column.wanted = false;
   turned.row_amax = c.column_amax;
   check(same(run(turned, kernels(), 0x7F, 1, false).row, column),
         "column-wise = rows of transpose");
 }
 
-void test_dequantize(Form form, const QuantizeProblem& p, int64_t rows, int64_t extent) {
+// ---- Groups ----------------------------------------------------------------------------------
+
+// The rows of group `number` of batch entry `entry`, by definition; group `groups` is the rest.
+struct Rows {
+  int64_t begin, count, block;
+};
+
+Rows rows_of(const Case& c, int64_t entry, int64_t number) {
+  int64_t total = 0, begin = 0, block = 0;
+  for (int64_t i = 0; i < number; ++i) {
+    total += std::max(c.group_sizes[static_cast<size_t>(entry * c.call.groups + i)], 0);
+    const int64_t end = std::min(total, c.call.entry.m);
+    block += ceil_div(end - begin, kBlock);
+    begin = end;
+  }
+  if (number == c.call.groups) return {begin, c.call.entry.m - begin, block};
+  total += std::max(c.group_sizes[static_cast<size_t>(entry * c.call.groups + number)], 0);
+  return {begin, std::min(total, c.call.entry.m) - begin, block};
+}
+
+template <class T>
+std::vector<T> slice(const std::vector<T>& from, int64_t begin, int64_t count) {
+  return std::vector<T>(from.begin() + begin, from.begin() + begin + count);
+}
+
+// Blocks of consecutive stored rows, `rows` of them from `row` on.
+Form cut(const Form& from, int64_t stride, int64_t row, int64_t rows, int64_t block,
+         int64_t blocks) {
+  Form form;
+  for (int64_t i = row; i < row + rows; ++i) {
+    const int64_t at = i * stride + block;
+    const Bytes codes = slice(from.codes, at * kBlockCodeBytes, blocks * kBlockCodeBytes);
+    const Bytes block_scale = slice(from.block_scale, at, blocks);
+    form.codes.insert(form.codes.end(), codes.begin(), codes.end());
+    form.block_scale.insert(form.block_scale.end(), block_scale.begin(), block_scale.end());
+  }
+  return form;
+}
+
+// What the call made of one group, in the shapes that the group alone would have.
+Result cut_group(const Case& c, const Result& r, int64_t entry, int64_t number) {
+  const QuantizeProblem& p = c.call.entry;
+  const Rows rows = rows_of(c, entry, number);
+  const int64_t part = entry * c.call.groups + number, row = entry * p.m + rows.begin;
+  Result own;
+  if (p.row.wanted) {
+    own.row = cut(r.row, p.row.blocks, row, rows.count, 0, p.row.blocks);
+    own.row.amax = p.row_scaled ? slice(r.row.amax, row, rows.count) : slice(r.row.amax, part, 1);
+  }
+  if (p.column.wanted) {
+    own.column =
+        cut(r.column, p.column.blocks, entry * p.k, p.k, rows.block, ceil_div(rows.count, kBlock));
+    own.column.amax =
+        p.row_scaled ? slice(r.column.amax, part * p.k, p.k) : slice(r.column.amax, part, 1);
+  }
+  return own;
+}
+
+// The group as a call of its own, without groups.
+Case group_alone(const Case& c, int64_t entry, int64_t number) {
+  Case alone = c;
+  QuantizeProblem& p = alone.call.entry;
+  const Rows rows = rows_of(c, entry, number);
+  const int64_t part = entry * c.call.groups + number, row = entry * p.m + rows.begin;
+  const int64_t width = static_cast<int64_t>(width_of(p.x_dtype)) * p.k;
+  alone.x = slice(c.x, row * width, rows.count * width);
+  alone.group_sizes.clear();
+  alone.row_amax = p.row_scaled ? slice(c.row_amax, row, rows.count) : slice(c.row_amax, part, 1);
+  alone.column_amax =
+      p.row_scaled ? slice(c.column_amax, part * p.k, p.k) : slice(c.column_amax, part, 1);
+  alone.seed.clear();
+  alone.call.batch = alone.call.groups = 1;
+  alone.call.grouped = false;
+  p.m = p.m_total = p.row.rows = rows.count;
+  p.column.blocks = ceil_div(rows.count, kBlock);
+  return alone;
+}
+
+// The result of that call. Its codes are stochastic if `c` has a seed, which is spelled out here
+// because a call without groups has no expert: the kernel makes them under the amaxes of the call.
+Result run_alone(const Case& c, int64_t entry, int64_t number) {
+  const Case alone = group_alone(c, entry, number);
+  Result r = run(alone, kernels(), 0x7F, 1, false);
+  if (c.seed.empty()) return r;
+  QuantizeProblem p = alone.call.entry;
+  const uint32_t* seed = &c.seed[static_cast<size_t>(4 * entry)];
+  p.x = alone.x.data();
+  p.key = seed;
+  p.expert = seed[2] + static_cast<uint32_t>(number);
+  p.k_origin = seed[3];
+  attach(p, r);
+  const int64_t items = quantize_in_block_order(p)
+                            ? ceil_div(p.m * p.row.blocks, kItemBlocks)
+                            : ceil_div(p.m, kItemRows) * ceil_div(p.k, kItemColumns);
+  kernels().quantize(p, 0, items);
+  return r;
+}
+
+void check_zero(const Form& form, const char* what) {
+  for (const uint8_t byte : form.codes) check(byte == 0, what);
+  for (const uint8_t byte : form.block_scale) check(byte == 0, what);
+}
+
+// What belongs to no group: zero, and the amaxes of its rows 0 or as they were given.
+void test_rest(const Case& c, const Result& r, int64_t entry) {
+  const QuantizeProblem& p = c.call.entry;
+  const Rows rest = rows_of(c, entry, c.call.groups);
+  const int64_t row = entry * p.m + rest.begin;
+  if (p.row.wanted) {
+    check_zero(cut(r.row, p.row.blocks, row, rest.count, 0, p.row.blocks), "rows of no group");
+    for (int64_t i = row; p.row_scaled && i < row + rest.count; ++i) {
+      const float stored = r.row.amax[static_cast<size_t>(i)];
+      const float given = c.row_amax[static_cast<size_t>(i)];
+      check(to_bits(stored) == (c.given ? to_bits(given) : 0), "amaxes of rows of no group");
+    }
+  }
+  if (p.column.wanted)
+    check_zero(
+        cut(r.column, p.column.blocks, entry * p.k, p.k, rest.block, p.column.blocks - rest.block),
+        "blocks of no group");
+}
+
+// Every group equals that group quantized alone, and nothing is read beyond the groups: NaN there
+// changes nothing, and of the last batch entry those rows do not even exist.
+void test_groups(const Case& c, const Result& r) {
+  if (!c.call.grouped) return;
+  const QuantizeProblem& p = c.call.entry;
+  Case unread = c;
+  const int64_t width = static_cast<int64_t>(width_of(p.x_dtype)) * p.k;
+  for (int64_t entry = 0; entry < c.call.batch; ++entry) {
+    for (int64_t number = 0; number < c.call.groups; ++number) {
+      const Result own = cut_group(c, r, entry, number), alone = run_alone(c, entry, number);
+      check(same(own.row, alone.row), "row-wise: a group is that group alone");
+      check(same(own.column, alone.column), "column-wise: a group is that group alone");
+    }
+    test_rest(c, r, entry);
+    const Rows rest = rows_of(c, entry, c.call.groups);
+    const auto begin = unread.x.begin() + (entry * p.m + rest.begin) * width;
+    std::fill(begin, begin + rest.count * width, uint8_t{0xFF});
+    if (entry + 1 == c.call.batch) unread.x = Bytes(unread.x.begin(), begin);
+  }
+  const Result blind = run(unread, kernels(), 0x00, 2, false);
+  check(same(blind.row, r.row) && same(blind.column, r.column), "rows of no group are read");
+}
+
+// ----------------------------------------------------------------------------------------------
+
+void test_dequantize(Form form, const QuantizeCall& call, int64_t rows, int64_t extent) {
   if (chance(0.5))  // any byte may come as a scale
     for (uint8_t& byte : form.block_scale) byte = static_cast<uint8_t>(draw(0, 255));
   DequantizeProblem d = {};
   d.codes = form.codes.data();
   d.block_scale = form.block_scale.data();
   d.amax = chance(0.3) ? nullptr : form.amax.data();
-  d.row_scaled = p.row_scaled;
+  d.row_scaled = call.entry.row_scaled;
   d.bound = chance(0.5) ? 256 : 448;
-  d.batch = p.batch;
+  d.batch = call.batch;
   d.rows = rows;
   d.blocks = ceil_div(extent, kBlock);
   d.extent = chance(0.5) ? extent : d.blocks * kBlock;
@@ -341,10 +534,12 @@ void test_case(const Case& c) {
   _mm_setcsr(mode);
   equal(flushed, "quantize: denormals are flushed");
 #endif
-  const QuantizeProblem& p = c.problem;
   test_transpose(c, first.column);
-  if (p.row.wanted) test_dequantize(first.row, p, p.m, p.k);
-  if (p.column.wanted) test_dequantize(first.column, p, p.k, p.m);
+  test_groups(c, first);
+  const QuantizeProblem& p = c.call.entry;
+  if (c.call.grouped) return;  // dequantize knows no groups
+  if (p.row.wanted) test_dequantize(first.row, c.call, p.m, p.k);
+  if (p.column.wanted) test_dequantize(first.column, c.call, p.k, p.m);
 }
 
 }  // namespace

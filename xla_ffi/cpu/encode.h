@@ -152,7 +152,7 @@ JAX_FP4_FN void encode_lanes(const Tile& tile, const LaneScales& scales, const L
 }
 
 // index[i]: number of the block of lane i in the global tensor.
-void draw(const uint32_t* key, uint32_t direction, const uint64_t index[kBlock],
+void draw(const uint32_t* key, uint32_t direction, uint32_t expert, const uint64_t index[kBlock],
           LaneRandom& random) {
   alignas(64) uint32_t low[kBlock], high[kBlock];
   for (int i = 0; i < kBlock; ++i) {
@@ -160,7 +160,8 @@ void draw(const uint32_t* key, uint32_t direction, const uint64_t index[kBlock],
     high[i] = static_cast<uint32_t>(index[i] >> 32);
   }
   for (int lane = 0; lane < kBlock; lane += kLanes) {
-    U counter[4] = {load(low + lane), load(high + lane), Lanes<F>::splat_bits(direction), U{}};
+    U counter[4] = {load(low + lane), load(high + lane), Lanes<F>::splat_bits(direction),
+                    Lanes<F>::splat_bits(expert)};
     philox<F>(counter, key[0], key[1]);
     for (int w = 0; w < 4; ++w) store(&random.word[w][lane], counter[w]);
   }

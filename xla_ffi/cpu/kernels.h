@@ -11,8 +11,9 @@ namespace jax_fp4 {
 enum class ErrorNorm : int32_t;
 enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 
-// One stored form of x. codes [batch, rows, blocks * 8], block_scale [batch, rows, blocks]. All may
-// be zero in a form that is not wanted.
+// One stored form of x. codes [rows, blocks * 8], block_scale [rows, blocks], of which a group's
+// column-wise form begins at a block of its own and fills as many as it has. All may be zero in a
+// form that is not wanted.
 struct StoredForm {
   bool wanted;
   int64_t rows, blocks;
@@ -21,21 +22,23 @@ struct StoredForm {
   int32_t bound;
   uint8_t* codes;
   uint8_t* block_scale;
-  float* amax;  // [batch], or [batch, rows] under row scaling
+  float* amax;  // one value, or [rows] under row scaling
 };
 
-// x [batch, m, k], dense. The amaxes are known when a quantize item runs.
+// One matrix x [m, k], dense. The amaxes are known when a quantize item runs.
 struct QuantizeProblem {
   const void* x;
   DType x_dtype;
   DType compute;  // x is rounded to it first
-  int64_t batch, m, k;
-  int64_t m_total, k_total;  // extents of the tensor of which x is a shard
-  int32_t tile;              // rows that share a scale: 1 or 16
+  int64_t m, k;
+  int32_t tile;  // rows that share a scale: 1 or 16
   bool row_scaled;
-  const uint32_t* seed;  // [batch, 4]: key words 0 and 1, m and k origin; null = nearest rounding
-  StoredForm row;        // blocks along k
-  StoredForm column;     // blocks along m, stored transposed
+  const uint32_t* key;          // two words; null = nearest rounding
+  uint32_t expert;              // Philox counter word 3
+  uint32_t m_origin, k_origin;  // where x begins in the tensor of which it is a shard
+  int64_t m_total, k_total;     // extents of that tensor
+  StoredForm row;               // blocks along k
+  StoredForm column;            // blocks along m, stored transposed
 };
 
 // codes [batch, rows, blocks * 8], block_scale [batch, rows, blocks] -> out [batch, rows, extent].
@@ -57,14 +60,13 @@ constexpr int64_t kItemRows = 128;     // rows and columns of x in any other ite
 constexpr int64_t kItemColumns = 256;  // are then one cache line
 constexpr int64_t kFlatElements = 1 << 16;
 
-// The row-wise form alone needs no tiles of x: its items are runs of kItemBlocks blocks of a batch
-// entry, in memory order. All other items are kItemRows x kItemColumns pieces of x.
+// The row-wise form alone needs no tiles of x: its items are runs of kItemBlocks blocks in memory
+// order. All other items are kItemRows x kItemColumns pieces of x, row after row of pieces.
 bool quantize_in_block_order(const QuantizeProblem& problem);
-int64_t quantize_items(const QuantizeProblem& problem);
 
 struct Kernels {
   const char* isa;
-  // The stored forms of items [begin, end), numbered as quantize_items counts.
+  // The stored forms of items [begin, end) of one matrix.
   void (*quantize)(const QuantizeProblem& problem, int64_t begin, int64_t end);
   // Bits of the maximum |x|, rounded to `compute`; NaN wins, as an integer.
   uint32_t (*amax)(const void* x, DType dtype, DType compute, int64_t count);

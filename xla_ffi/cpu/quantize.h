@@ -7,18 +7,34 @@
 
 namespace jax_fp4 {
 
-// The amaxes of the wanted forms are given: row_amax and column_amax, copied as they are stored.
-// Both null = computed from x.
-struct GivenAmax {
-  const float* row;
-  const float* column;
+// x [batch, m, k] and its stored forms; with groups, group_sizes [batch, groups] splits the m rows
+// of each batch entry. Sizes are data, and any are legal: a negative one counts as 0, and groups
+// end at row m. Rows after the last group are not read. Each group is a matrix of its own: its
+// blocks of the column-wise form follow those of the group before it, the last one padded with
+// zeros. Every other byte of the forms becomes 0.
+struct QuantizeCall {
+  QuantizeProblem entry;  // the first batch entry as one matrix, without key, expert and origins
+  int64_t batch;
+  const uint32_t* seed;  // [batch, 4]: two words of the key, m origin (grouped: number of the
+                         // first group, m_total is unread), k origin; null = nearest rounding
+  bool grouped;
+  int64_t groups;  // 1 if not grouped
+  const int32_t* group_sizes;
+  // The amaxes of the wanted forms, copied as they are stored. Both null = computed from x.
+  const float* given_row_amax;
+  const float* given_column_amax;
 };
 
-// Values in one batch of amaxes of a form of x.
-int64_t amax_count(const QuantizeProblem& problem, const StoredForm& form);
+// Blocks of a stored row of the column-wise form that hold m rows, whatever the sizes of so many
+// groups.
+int64_t grouped_blocks(int64_t m, int64_t groups);
 
-void quantize(const Kernels& kernels, Executor& executor, const QuantizeProblem& problem,
-              const GivenAmax& given);
+// Values in the amaxes of a form: one a matrix; under row scaling [batch, m] of the row-wise form,
+// and k a matrix of the column-wise one.
+int64_t amax_count(const QuantizeCall& call, bool row_wise);
+
+// May throw std::bad_alloc, before anything is written; never without groups.
+void quantize(const Kernels& kernels, Executor& executor, const QuantizeCall& call);
 
 void dequantize(const Kernels& kernels, Executor& executor, const DequantizeProblem& problem);
 

@@ -15,7 +15,7 @@ JAX_FP4_FN int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 // Where the blocks of one stored form lie in the global tensor, for the random bytes.
 struct Origin {
   const uint32_t* key;
-  uint32_t direction;
+  uint32_t direction, expert;
   uint64_t row, block, blocks;
 
   uint64_t number(int64_t local_row, int64_t local_block) const {
@@ -23,13 +23,14 @@ struct Origin {
            static_cast<uint64_t>(local_block);
   }
 
-  JAX_FP4_MEMBER Origin of(const QuantizeProblem& p, int64_t batch, uint32_t direction) {
-    if (p.seed == nullptr) return {nullptr, direction, 0, 0, 0};
-    const uint32_t* seed = p.seed + 4 * batch;
-    const uint64_t m = seed[2], k = seed[3];
-    if (direction == kRowDirection)
-      return {seed, direction, m, k / kBlock, static_cast<uint64_t>(ceil_div(p.k_total, kBlock))};
-    return {seed, direction, k, m / kBlock, static_cast<uint64_t>(ceil_div(p.m_total, kBlock))};
+  JAX_FP4_MEMBER Origin of(const QuantizeProblem& p, uint32_t direction) {
+    const bool rows = direction == kRowDirection;
+    return {p.key,
+            direction,
+            p.expert,
+            rows ? p.m_origin : p.k_origin,
+            (rows ? p.k_origin : p.m_origin) / kBlock,
+            static_cast<uint64_t>(ceil_div(rows ? p.k_total : p.m_total, kBlock))};
   }
 };
 
@@ -42,7 +43,7 @@ JAX_FP4_FN void encode_blocks(const Tile& tile, const LaneScales& scales, const 
   LaneRandom random;
   uint64_t index[kBlock];
   for (int i = 0; i < kBlock; ++i) index[i] = number(i);
-  draw(origin.key, origin.direction, index, random);
+  draw(origin.key, origin.direction, origin.expert, index, random);
   encode_lanes<true>(tile, scales, &random, codes);
 }
 
@@ -103,69 +104,56 @@ JAX_FP4_FN void put_run(const LaneCodes& from, int64_t count, uint8_t* codes,
 }
 
 template <class T>
-void quantize_run(const QuantizeProblem& p, int64_t batch, int64_t item) {
+void quantize_run(const QuantizeProblem& p, int64_t item) {
   const int64_t blocks = p.row.blocks, total = p.m * blocks;
   const int64_t end = at_most(total, (item + 1) * kItemBlocks);
-  const auto* x = static_cast<const typename T::Word*>(p.x) + batch * p.m * p.k;
-  const float* amax = p.row.amax + (p.row_scaled ? batch * p.m : batch);
-  uint8_t* codes_out = p.row.codes + batch * total * kBlockCodeBytes;
-  uint8_t* scale_out = p.row.block_scale + batch * total;
-  const Origin origin = Origin::of(p, batch, kRowDirection);
+  const auto* x = static_cast<const typename T::Word*>(p.x);
+  const Origin origin = Origin::of(p, kRowDirection);
   const float bound = static_cast<float>(p.row.bound);
 
   LaneScales scales;
-  if (!p.row_scaled) fill_scales(amax, true, 0, bound, scales);
+  if (!p.row_scaled) fill_scales(p.row.amax, true, 0, bound, scales);
   for (int64_t first = item * kItemBlocks; first < end; first += kBlock) {
     const int64_t count = at_most(end - first, kBlock);
     // Positions are found only where they are read.
     BlockRun run = {};
-    if (p.k % kBlock != 0 || count < kBlock || p.row_scaled || p.seed != nullptr)
+    if (p.k % kBlock != 0 || count < kBlock || p.row_scaled || p.key != nullptr)
       run = BlockRun::at(first, count, blocks);
     Tile tile;
     load_blocks<T>(p, x, first, count, run, tile);
     if (p.row_scaled) {
       float row_amax[kBlock];
-      for (int i = 0; i < kBlock; ++i) row_amax[i] = amax[run.row[i]];
+      for (int i = 0; i < kBlock; ++i) row_amax[i] = p.row.amax[run.row[i]];
       fill_scales(row_amax, false, kBlock, bound, scales);
     }
     const auto number = [&](int i) { return origin.number(run.row[i], run.block[i]); };
     LaneCodes codes;
     choose_scales(tile, scales, false, p.row.four_over_six, bound, codes.scale);
     encode_blocks(tile, scales, origin, number, codes);
-    put_run(codes, count, codes_out + first * kBlockCodeBytes, scale_out + first);
+    put_run(codes, count, p.row.codes + first * kBlockCodeBytes, p.row.block_scale + first);
   }
 }
 
 // ---- Both directions -----------------------------------------------------------------------
 
-// The piece of one stored form that a piece of x makes.
+// One stored form, and what every piece of it needs.
 struct FormPiece {
   const StoredForm& form;
   Origin origin;
   float bound;
-  const float* amax;  // this and what follows: of this batch entry
-  uint8_t* codes;
-  uint8_t* block_scale;
   bool row_scaled;
 
-  JAX_FP4_MEMBER FormPiece of(const QuantizeProblem& p, const StoredForm& form, int64_t batch,
+  JAX_FP4_MEMBER FormPiece of(const QuantizeProblem& p, const StoredForm& form,
                               uint32_t direction) {
-    const int64_t before = batch * form.rows * form.blocks;
-    return {form,
-            Origin::of(p, batch, direction),
-            static_cast<float>(form.bound),
-            form.wanted ? form.amax + (p.row_scaled ? batch * form.rows : batch) : nullptr,
-            form.wanted ? form.codes + before * kBlockCodeBytes : nullptr,
-            form.wanted ? form.block_scale + before : nullptr,
-            p.row_scaled};
+    return {form, Origin::of(p, direction), static_cast<float>(form.bound), p.row_scaled};
   }
 
   // Scales of sixteen stored rows; they change only under row scaling.
   void scales(int64_t first_row, LaneScales& out) const {
     if (row_scaled)
-      fill_scales(amax + first_row, false, at_most(form.rows - first_row, kBlock), bound, out);
+      fill_scales(form.amax + first_row, false, at_most(form.rows - first_row, kBlock), bound, out);
     else
-      fill_scales(amax, true, 0, bound, out);
+      fill_scales(form.amax, true, 0, bound, out);
   }
 
   void encode(const Tile& tile, const LaneScales& scales, int64_t first_row, int64_t block,
@@ -202,7 +190,7 @@ struct Strip {
     for (int64_t first = 0; first < blocks; first += 8) {
       Tile by_row;
       transpose(codes[first / 8], by_row);
-      uint8_t* to = piece.codes + (at + first) * kBlockCodeBytes;
+      uint8_t* to = piece.form.codes + (at + first) * kBlockCodeBytes;
       const int64_t bytes = at_most(blocks - first, 8) * kBlockCodeBytes;
       for (int64_t i = 0; i < rows; ++i, to += stride * kBlockCodeBytes)
         if (bytes == sizeof(by_row.v[i]))
@@ -211,7 +199,7 @@ struct Strip {
           memcpy(to, by_row.v[i], static_cast<size_t>(bytes));
     }
     for (int64_t first = 0; first < blocks; first += 4) {
-      uint8_t* to = piece.block_scale + at + first;
+      uint8_t* to = piece.form.block_scale + at + first;
       for (int64_t i = 0; i < rows; ++i, to += stride)
         if (blocks - first >= 4)
           memcpy(to, &scale[first / 4][i], 4);
@@ -241,7 +229,7 @@ void quantize_tile(const QuantizeProblem& p, const FormPiece& row, const FormPie
   if (p.column.hadamard) hadamard_tile(x, mixed);
   const Tile& columns = p.column.hadamard ? mixed : x;
   // The two amaxes of a tensor differ only if the caller gives different ones.
-  if (derived && p.row.wanted && row.amax[0] == column.amax[0])
+  if (derived && p.row.wanted && p.row.amax[0] == p.column.amax[0])
     memcpy(column_codes.scale, row_codes.scale, sizeof(column_codes.scale));
   else if (p.column.wanted)
     choose_scales(derived ? turned : columns, column_scales, tiled, column.form.four_over_six,
@@ -252,12 +240,12 @@ void quantize_tile(const QuantizeProblem& p, const FormPiece& row, const FormPie
 }
 
 template <class T>
-void quantize_piece(const QuantizeProblem& p, int64_t batch, int64_t row0, int64_t column0) {
+void quantize_piece(const QuantizeProblem& p, int64_t row0, int64_t column0) {
   const int64_t rows = at_most(p.m - row0, kItemRows);
   const int64_t columns = at_most(p.k - column0, kItemColumns);
-  const auto* x = static_cast<const typename T::Word*>(p.x) + batch * p.m * p.k;
-  const FormPiece row = FormPiece::of(p, p.row, batch, kRowDirection);
-  const FormPiece column = FormPiece::of(p, p.column, batch, kColumnDirection);
+  const auto* x = static_cast<const typename T::Word*>(p.x);
+  const FormPiece row = FormPiece::of(p, p.row, kRowDirection);
+  const FormPiece column = FormPiece::of(p, p.column, kColumnDirection);
   RowStrip row_strip;
   ColumnStrip column_strips[kTiles];
   LaneScales row_scales, column_scales;
@@ -290,15 +278,12 @@ void quantize_piece(const QuantizeProblem& p, int64_t batch, int64_t row0, int64
 template <class T>
 void quantize_items_of(const QuantizeProblem& p, int64_t begin, int64_t end) {
   if (quantize_in_block_order(p)) {
-    const int64_t runs = ceil_div(p.m * p.row.blocks, kItemBlocks);
-    for (int64_t item = begin; item < end; ++item) quantize_run<T>(p, item / runs, item % runs);
+    for (int64_t item = begin; item < end; ++item) quantize_run<T>(p, item);
     return;
   }
-  const int64_t across = ceil_div(p.k, kItemColumns), down = ceil_div(p.m, kItemRows);
-  for (int64_t item = begin; item < end; ++item) {
-    const int64_t batch = item / (across * down), place = item % (across * down);
-    quantize_piece<T>(p, batch, place / across * kItemRows, place % across * kItemColumns);
-  }
+  const int64_t across = ceil_div(p.k, kItemColumns);
+  for (int64_t item = begin; item < end; ++item)
+    quantize_piece<T>(p, item / across * kItemRows, item % across * kItemColumns);
 }
 
 void quantize(const QuantizeProblem& p, int64_t begin, int64_t end) {

@@ -1,0 +1,94 @@
+"""Where the rows of each group lie: docs/numerics.md, section 2, as index arithmetic over NumPy or jax.numpy.
+
+group_sizes is int32 [*B, g] and data: a negative size counts as 0, offsets clip at m. Rows from the last offset on
+are the tail; they belong to "group" g. Column-wise every group begins at a block of 16 of its own.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int
+
+from jax_fp4._formats import BLOCK, grouped_extent
+
+AnyArray = Array | np.ndarray
+
+
+class Bounds(NamedTuple):
+    """First row of each group, and the row after its last."""
+
+    starts: Int[AnyArray, "*B g"]
+    ends: Int[AnyArray, "*B g"]
+
+
+class Columns(NamedTuple):
+    """The column-wise layout: P positions, of which each holds a row of x or padding."""
+
+    row: Int[AnyArray, "*B P"]  # of x, m where the position is padding
+    first_block: Int[AnyArray, "*B g"]
+    group: Int[AnyArray, "*B P/16"]  # of each block, g for the unused ones
+
+
+def bounds(group_sizes: Int[AnyArray, "*B g"], m: int) -> Bounds:
+    xp: Any = np if isinstance(group_sizes, np.ndarray) else jnp
+    sizes = xp.clip(group_sizes, 0, m)
+    if xp is np:
+        ends = np.minimum(np.cumsum(sizes, axis=-1, dtype=np.int64), m).astype(np.int32)
+    else:
+        # Sums that stop at m: jax has no int64, and two sizes of 2^31 - 1 are somebody's data.
+        ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, m), sizes.astype(jnp.uint32), axis=-1)
+        ends = ends.astype(jnp.int32)
+    starts = xp.concatenate([xp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
+    return Bounds(starts, ends)
+
+
+def group_of(ends: Int[AnyArray, "*B g"], count: int) -> Int[AnyArray, "*B {count}"]:
+    """The group of each of `count` rows (or blocks), g for those from the last end on."""
+    if isinstance(ends, np.ndarray):
+        return (ends[..., None, :] <= np.arange(count)[:, None]).sum(-1).astype(np.int32)
+    # One step at each end, then a running sum: not m x g comparisons.
+    steps = jnp.zeros((*ends.shape[:-1], count + 1), jnp.int32)
+    at = (*jnp.indices(ends.shape, jnp.int32)[:-1], ends)
+    return jnp.cumsum(steps.at[at].add(1)[..., :count], axis=-1, dtype=jnp.int32)
+
+
+def columns(group_sizes: Int[AnyArray, "*B g"], m: int) -> Columns:
+    xp: Any = np if isinstance(group_sizes, np.ndarray) else jnp
+    starts, ends = bounds(group_sizes, m)
+    blocks = (ends - starts + (BLOCK - 1)) // BLOCK
+    last = xp.cumsum(blocks, axis=-1, dtype=np.int32)
+    first = last - blocks
+    extent = grouped_extent(m, group_sizes.shape[-1])
+    group = group_of(last, extent // BLOCK)
+    by_position = xp.repeat(group, BLOCK, axis=-1)
+    within = xp.arange(extent, dtype=np.int32) - of_group(BLOCK * first, by_position, 0)
+    row = of_group(starts, by_position, 0) + within
+    return Columns(xp.where(row < of_group(ends, by_position, 0), row, m), first, group)
+
+
+def of_group(values: AnyArray, group: Int[AnyArray, "*B n"], tail: Any) -> AnyArray:
+    """values [*B, g, *rest] of the group of each row, [*B, n, *rest]; `tail` for the rows that have none."""
+    xp: Any = np if isinstance(values, np.ndarray) else jnp
+    axis = group.ndim - 1
+    beyond = xp.full_like(values, tail, shape=(*values.shape[:axis], 1, *values.shape[axis + 1 :]))
+    index = group.reshape(*group.shape, *[1] * (values.ndim - group.ndim))
+    return xp.take_along_axis(xp.concatenate([values, beyond], axis=axis), index, axis=axis)
+
+
+def largest(values: AnyArray, group: Int[AnyArray, "*B n"], groups: int) -> AnyArray:
+    """The maximum of unsigned values [*B, n, *rest] over each group, [*B, g, *rest]; 0 for an empty one."""
+    xp: Any = np if isinstance(values, np.ndarray) else jnp
+    *batch, n = group.shape
+    rest = values.shape[group.ndim :]
+    entry = xp.arange(math.prod(batch), dtype=np.int32)[:, None]
+    index = (entry * (groups + 1) + group.reshape(math.prod(batch), n)).reshape(-1)
+    values = values.reshape(math.prod(batch) * n, *rest)
+    out = xp.zeros((math.prod(batch) * (groups + 1), *rest), values.dtype)
+    if xp is np:
+        np.maximum.at(out, index, values)
+    else:
+        out = out.at[index].max(values)
+    return out.reshape(*batch, groups + 1, *rest)[(*[slice(None)] * len(batch), slice(groups))]
