@@ -3,12 +3,19 @@
 Neither Flax nor CUDA is needed to import this; `from jax_fp4 import linen, nnx` for the layers.
 """
 
+from jax_fp4._activations import Activation as Activation
 from jax_fp4._array import QuantizedTensor as QuantizedTensor
 from jax_fp4._dense import dense as dense
 from jax_fp4._dot_general import DotGeneral as DotGeneral
 from jax_fp4._errors import Support as Support
 from jax_fp4._errors import UnsupportedError as UnsupportedError
 from jax_fp4._errors import strict as strict
+from jax_fp4._grouped_dense import grouped_dense as grouped_dense
+from jax_fp4._grouped_mlp import grouped_mlp as grouped_mlp
+from jax_fp4._moe import combine_tokens as combine_tokens
+from jax_fp4._moe import group_tokens as group_tokens
+from jax_fp4._moe import group_weights as group_weights
+from jax_fp4._moe import route as route
 from jax_fp4._ops import dequantize as dequantize
 from jax_fp4._ops import quantize as quantize
 from jax_fp4._ops import quantize_transpose as quantize_transpose

@@ -17,14 +17,15 @@ from jax_fp4._errors import is_strict, message
 from jax_fp4._formats import BLOCK
 from jax_fp4._modes import Kernel, Needs, Residuals, is_frozen
 from jax_fp4._ops import refuse_padding
-from jax_fp4._products import along_last, is_primal, matmul, product, refuse_perturbed
+from jax_fp4._products import along_last, is_primal, matmul, refuse_perturbed, sum_of_groups
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, resolve, why_unquantized
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
     """What the forward captures for the backward: a later context changes nothing."""
 
-    recipe: Recipe
+    op: str
+    recipe: Recipe | None
     dtype: np.dtype  # of x, and of every high-precision product
     y_dtype: np.dtype
     kernel_dtype: np.dtype
@@ -48,8 +49,9 @@ def dense(
     """
     op = "dense"
     chosen = resolve(op, recipe)
-    _check(op, x, kernel, bias)
-    k, n = _modes.along_k(kernel).shape if is_frozen(kernel) else kernel.shape
+    check_x(op, x)
+    k, n = shape = check_kernel(op, "kernel", kernel, f"x {x.shape}", x.shape[-1], grouped=False)
+    check_bias(op, "bias", bias, shape)
     reason = why_unquantized(recipe) if chosen is None else ""
     _record.record(_record.LayerEvent(_record.path(), op, x.shape, (k, n), chosen, reason))
     y_dtype = x.dtype
@@ -58,37 +60,59 @@ def dense(
     if chosen is None:
         return _high_precision(x, kernel, bias, y_dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), k)  # not -1: k may be 0
-    if is_strict():
-        _refuse_padding(op, chosen, rows.shape[0], k, n)
+    check_padding(op, chosen, k, n, rows.shape[0])
     seed = None if key is None else key_words(op, key)
-    static = _Static(
-        chosen,
-        x.dtype,
-        y_dtype,
-        _modes.along_k(kernel).dtype if is_frozen(kernel) else kernel.dtype,
-        None if bias is None else bias.dtype,
-    )
-    y: Any = _dense(rows, kernel, bias, seed, static)
+    static = Static(op, chosen, x.dtype, y_dtype, kernel_dtype(kernel), None if bias is None else bias.dtype)
+    y: Any = affine(rows, kernel, bias, seed, None, static)
     return y.reshape(*x.shape[:-1], n)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _dense(x: Float[Array, "m k"], kernel: Kernel, bias: Float[Array, " n"] | None, seed, static: _Static):
-    qx, qw = _modes.operands(x, kernel, static.recipe, Needs(False, False))
-    return product(qx.forward, qw.forward, static.y_dtype, bias)  # [m,n] = [m,k] @ [k,n]
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def affine(x: Float[Array, "m k"], kernel: Kernel, bias, seed, group_sizes, static: Static) -> Float[Array, "m n"]:
+    """y = x w + b, the layer itself: for `dense`, and with group_sizes, kernel [g, k, n] and bias [g, n] for
+    `grouped_dense`."""
+    planes = _modes.operands(x, kernel, static.recipe, Needs(False, False), group_sizes)
+    return _modes.multiply(*planes, static.y_dtype, group_sizes, compute=static.dtype, bias=bias)
 
 
-def _dense_fwd(x: Any, kernel: Any, bias, seed, static: _Static):
+def _affine_fwd(x: Any, kernel: Any, bias, seed, group_sizes, static: Static):
     """Residuals for what is differentiated, and the errors that only differentiation can make."""
     if is_frozen(kernel):
-        refuse_perturbed("dense", "kernel", kernel)
+        refuse_perturbed(static.op, "kernel", kernel)
     needs = Needs(x.perturbed, not is_frozen(kernel) and kernel.perturbed)
-    x, kernel, bias, seed = jax.tree.map(lambda leaf: leaf.value, (x, kernel, bias, seed), is_leaf=is_primal)
+    arguments = (x, kernel, bias, seed, group_sizes)
+    x, kernel, bias, seed, group_sizes = jax.tree.map(lambda leaf: leaf.value, arguments, is_leaf=is_primal)
     recipe = static.recipe
-    if recipe.mode is BackwardMode.DEFAULT and recipe.stochastic_rounding and any(needs) and seed is None:
+    if any(needs):
+        require_key(static.op, recipe, seed)
+    qx, qw = _modes.operands(x, kernel, recipe, needs, group_sizes)
+    y = _modes.multiply(qx, qw, static.y_dtype, group_sizes, compute=static.dtype, bias=bias)
+    return y, (_modes.residuals(x, kernel, seed, qx, qw, recipe, needs, group_sizes), group_sizes)
+
+
+def _affine_bwd(static: Static, residuals: tuple[Residuals, Any], dy):
+    kept, group_sizes = residuals
+    if isinstance(dy, SymbolicZero):
+        return (None,) * 5
+    dtypes = static.dtype, static.kernel_dtype
+    # y may be wider than the compute dtype
+    dx, dw = _modes.gradients(dy.astype(static.dtype), kept, static.recipe, dtypes, group_sizes)
+    db = None
+    if static.bias_dtype is not None:
+        sums = jnp.sum(dy, 0, dtype=jnp.float32) if group_sizes is None else sum_of_groups(dy, group_sizes)
+        db = sums.astype(static.bias_dtype)
+    return dx, dw, db, None, None
+
+
+affine.defvjp(_affine_fwd, _affine_bwd, symbolic_zeros=True)
+
+
+def require_key(op: str, recipe: Recipe | None, seed) -> None:
+    """Where a layer is differentiated: its stochastic rounding needs a key."""
+    if recipe is not None and recipe.mode is BackwardMode.DEFAULT and recipe.stochastic_rounding and seed is None:
         raise ValueError(
             message(
-                "dense",
+                op,
                 "key",
                 None,
                 "a JAX key where the layer is differentiated",
@@ -97,27 +121,6 @@ def _dense_fwd(x: Any, kernel: Any, bias, seed, static: _Static):
                 "jax's, nnx.merge(..., copy=True)), stochastic_rounding=False, or backward_mode='unquant'",
             )
         )
-    qx, qw = _modes.operands(x, kernel, recipe, needs)
-    y = product(qx.forward, qw.forward, static.y_dtype, bias)  # [m,n] = [m,k] @ [k,n]
-    return y, _modes.residuals(x, kernel, seed, qx, qw, recipe, needs)
-
-
-def _dense_bwd(static: _Static, residuals: Residuals, dy):
-    """dy arrives in high precision. default quantizes it once, for both products; the other modes use it as it is,
-    beside high-precision operands (unquant) or the values the forward multiplied (dequant)."""
-    if isinstance(dy, SymbolicZero):
-        return None, None, None, None
-    needs = Needs(_modes.is_kept(residuals.kernel), _modes.is_kept(residuals.x))
-    rounded = along_n = along_m = dy.astype(static.dtype)  # y may be wider than the compute dtype
-    if static.recipe.mode is BackwardMode.DEFAULT and any(needs):
-        along_n, along_m = _modes.quantize_gradient(rounded, static.recipe, residuals.seed, needs)
-    dx = _modes.input_gradient(along_n, residuals.kernel, static.dtype) if needs.x else None
-    dw = _modes.weight_gradient(residuals.x, along_m, static.kernel_dtype) if needs.kernel else None
-    db = None if static.bias_dtype is None else jnp.sum(dy, 0, dtype=jnp.float32).astype(static.bias_dtype)
-    return dx, dw, db, None
-
-
-_dense.defvjp(_dense_fwd, _dense_bwd, symbolic_zeros=True)
 
 
 def _high_precision(x, kernel, bias, y_dtype):
@@ -129,85 +132,78 @@ def _high_precision(x, kernel, bias, y_dtype):
     return y if bias is None else y + along_last(bias.astype(y_dtype), y.ndim)
 
 
-# --- checks ---
+def kernel_dtype(kernel: Any):
+    return _modes.along_k(kernel).dtype if is_frozen(kernel) else kernel.dtype
 
 
-def _check(op: str, x, kernel: Any, bias) -> None:
+# --- checks, of the layers made of `affine` ---
+
+
+def check_x(op: str, x) -> None:
     check_float(op, "x", x)
     if x.ndim == 0:
         raise ValueError(message(op, "x", "a scalar", "[..., k]", "its last axis is contracted", "x[None]"))
+
+
+def check_kernel(op: str, name: str, kernel: Any, of: str, rows: int, grouped: bool) -> tuple[int, ...]:
+    """The shape of a kernel [k, n], or [g, k, n], whose k is the last axis of what `of` names."""
     if is_frozen(kernel):
-        _check_frozen(op, kernel)
+        _check_frozen(op, name, kernel, grouped)
     else:
-        check_float(op, "kernel", kernel)
+        check_float(op, name, kernel)
     shape = _modes.along_k(kernel).shape if is_frozen(kernel) else kernel.shape
-    if len(shape) != 2:
+    if len(shape) != 2 + grouped:
+        needs, why = ("[g, k, n]", "each group has a matrix") if grouped else ("[k, n]", "it is one matrix")
+        fix = "jnp.stack of the matrices" if grouped else "jax_fp4.grouped_dense or jax.vmap for stacked kernels"
+        raise ValueError(message(op, name, f"of shape {shape}", needs, why, fix))
+    if shape[-2] != rows:
+        fix = f"a kernel of shape {(*shape[:-2], rows, shape[-1])}"
         raise ValueError(
-            message(op, "kernel", f"of shape {shape}", "[k, n]", "it is one matrix", "jax.vmap for stacked kernels")
+            message(op, name, f"of shape {shape}", f"{rows} rows", f"{of} is contracted along its last axis", fix)
         )
-    k, n = shape
-    if x.shape[-1] != k:
-        raise ValueError(
-            message(
-                op,
-                "kernel",
-                f"of shape {shape}",
-                f"{x.shape[-1]} rows",
-                f"x {x.shape} is contracted along its last axis",
-                f"a kernel of shape ({x.shape[-1]}, {n})",
-            )
-        )
-    if bias is not None:
-        check_float(op, "bias", bias)
-        if bias.shape != (n,):
-            raise ValueError(
-                message(op, "bias", f"of shape {bias.shape}", f"({n},)", "it is added to every row of y", "bias=None")
-            )
+    return shape
 
 
-def _check_frozen(op: str, kernel) -> None:
+def check_bias(op: str, name: str, bias, shape: tuple[int, ...]) -> None:
+    """A bias [n], or [g, n], for a kernel of `shape`; or None."""
+    if bias is None:
+        return
+    check_float(op, name, bias)
+    need = (*shape[:-2], shape[-1])
+    if bias.shape != need:
+        why = "it is added to every row of y" + (" of its group" if len(need) > 1 else "")
+        raise ValueError(message(op, name, f"of shape {bias.shape}", f"{need}", why, f"{name}=None"))
+
+
+def _check_frozen(op: str, name: str, kernel, grouped: bool) -> None:
     pair = kernel if isinstance(kernel, tuple) else (None, kernel)
     if len(pair) != 2 or (isinstance(kernel, tuple) and not all(isinstance(q, QuantizedTensor) for q in pair)):
-        raise TypeError(
-            message(
-                op,
-                "kernel",
-                "a tuple",
-                "the pair (blocked along n, blocked along k)",
-                "these are the two planes of a frozen kernel",
-                "quantize_transpose(w)",
-            )
-        )
+        needs, why = "the pair (blocked along n, blocked along k)", "these are the two planes of a frozen kernel"
+        raise TypeError(message(op, name, "a tuple", needs, why, "quantize_transpose(w)"))
+    batch = ", batch_dims=1" if grouped else ""
     for q, axis in zip(pair, (-1, 0), strict=True):
-        if q is not None:
-            check_quantized(op, "kernel", q)
-        if q is not None and (q.axis != axis or q.hadamard or q.row_scaled):
-            raise ValueError(
-                message(
-                    op,
-                    "kernel",
-                    f"{q!r}{' (Hadamard-transformed)' if q.hadamard else ''}",
-                    f"axis={axis}, one amax and no transform",
-                    "the forward contracts k",
-                    "quantize(w, axis=0), or the pair quantize_transpose(w)",
-                )
-            )
+        if q is None:
+            continue
+        check_quantized(op, name, q)
+        own_amax = not grouped or (len(q.shape) == 3 and q.amax.shape == q.shape[:1])
+        if q.axis != axis or q.hadamard or q.row_scaled or q.grouped or not own_amax:
+            shown = f"{q!r}{' (Hadamard-transformed)' if q.hadamard else ''}"
+            needs = f"axis={axis}, one amax{' for each group' if grouped else ''} and no transform"
+            fix = f"quantize(w, axis=0{batch}), or the pair quantize_transpose(w{batch})"
+            raise ValueError(message(op, name, shown, needs, "the forward contracts k", fix))
     if pair[0] is not None and pair[0].shape != pair[1].shape:
-        raise ValueError(
-            message(
-                op,
-                "kernel",
-                f"a pair of shapes {pair[0].shape} and {pair[1].shape}",
-                "one shape",
-                "they are two planes of one matrix",
-                "quantize_transpose(w)",
-            )
-        )
+        shown = f"a pair of shapes {pair[0].shape} and {pair[1].shape}"
+        why, fix = "they are two planes of one kernel", f"quantize_transpose(w{batch})"
+        raise ValueError(message(op, name, shown, "one shape", why, fix))
 
 
-def _refuse_padding(op: str, recipe: Recipe, m: int, k: int, n: int) -> None:
-    """Under strict(), every extent that the forward or the backward would pad, said at the forward."""
-    extents = {"x": k, **({"kernel": n, "x (rows)": m} if recipe.mode is BackwardMode.DEFAULT else {})}
+def check_padding(op: str, recipe: Recipe | None, k: int, n: int, m: int | None = None) -> None:
+    """Under strict(), every extent that the forward or the backward would pad, said at the forward. The rows of groups
+    are data, and padded as they come."""
+    if recipe is None or not is_strict():
+        return
+    default = recipe.mode is BackwardMode.DEFAULT
+    extents = {"x": k, **({"kernel": n} if default else {}), **({"x (rows)": m} if default and m is not None else {})}
     for name, extent in extents.items():
         if extent % BLOCK:
             refuse_padding(op, name, f"extent {extent}")

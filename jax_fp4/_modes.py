@@ -11,8 +11,8 @@ from jax_fp4 import _record, reference
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
 from jax_fp4._formats import BLOCK, padded
-from jax_fp4._ops import decode, quantize, quantize_transpose
-from jax_fp4._products import product
+from jax_fp4._ops import quantize, quantize_transpose
+from jax_fp4._products import grouped_product, product
 from jax_fp4._recipe import BackwardMode, Recipe
 
 # A frozen kernel: blocked along k, or (blocked along n, blocked along k) as quantize_transpose returns it.
@@ -55,10 +55,12 @@ class Planes(NamedTuple):
     backward: QuantizedTensor | None = None
 
 
-def planes_of_x(x: Float[Array, "m k"], recipe: Recipe, both: bool) -> Planes:
+def planes_of_x(x: Float[Array, "m k"], recipe: Recipe, both: bool, group_sizes=None) -> Planes:
     """Q(x) row-wise and, in the same pass, column-wise for the default weight gradient."""
     flags: dict[str, Any] = dict(
-        row_scaled=recipe.row_scaled_activation, four_over_six=recipe.four_over_six_of("activations")
+        row_scaled=recipe.row_scaled_activation,
+        four_over_six=recipe.four_over_six_of("activations"),
+        group_sizes=group_sizes,
     )
     return Planes(*quantize_transpose(x, hadamard=recipe.hadamard, **flags)) if both else Planes(quantize(x, **flags))
 
@@ -71,24 +73,44 @@ def planes_of_kernel(kernel: Any, recipe: Recipe, dtype, both: bool) -> Planes:
     flags: dict[str, Any] = dict(
         block=(BLOCK, BLOCK) if recipe.two_dimensional_weights else (1, BLOCK),
         four_over_six=recipe.four_over_six_of("weights"),
+        batch_dims=kernel.ndim - 2,  # each expert's matrix is a tensor of its own
         dtype=dtype,
     )
     return Planes(*reversed(quantize_transpose(kernel, **flags))) if both else Planes(quantize(kernel, axis=0, **flags))
 
 
-def operands(x, kernel: Any, recipe: Recipe, needs: Needs) -> tuple[Planes, Planes]:
+def mode_of(recipe: Recipe | None) -> BackwardMode:
+    """Without a recipe all three products are in high precision, as the backward of `unquant` is."""
+    return BackwardMode.UNQUANT if recipe is None else recipe.mode
+
+
+def operands(x, kernel: Any, recipe: Recipe | None, needs: Needs, group_sizes=None) -> tuple[Planes, Planes]:
     """Q(x) and Q(w): what y = x w multiplies, and with it what only the default backward reads."""
+    if recipe is None:
+        return Planes(x), Planes(along_k(kernel) if is_frozen(kernel) else kernel)
     default = recipe.mode is BackwardMode.DEFAULT
-    qx = planes_of_x(x, recipe, both=default and needs.kernel)
+    qx = planes_of_x(x, recipe, both=default and needs.kernel, group_sizes=group_sizes)
     return qx, planes_of_kernel(kernel, recipe, x.dtype, both=default and needs.x)
 
 
-def residuals(x, kernel: Any, seed, qx: Planes, qw: Planes, recipe: Recipe, needs: Needs) -> Residuals:
+def multiply(
+    x: Planes, kernel: Planes, dtype, group_sizes=None, *, compute, bias=None, bias_weights=None
+) -> Float[Array, "m n"]:
+    """y = x w + b, [m,n] = [m,k] @ [k,n], or for each group [m,n] = [m,k] @ [g,k,n]."""
+    x, w = x.forward, kernel.forward
+    if group_sizes is None:
+        return product(x, w, dtype, bias)
+    return grouped_product(x, w, group_sizes, dtype, compute=compute, bias=bias, bias_weights=bias_weights)
+
+
+def residuals(
+    x, kernel: Any, seed, qx: Planes, qw: Planes, recipe: Recipe | None, needs: Needs, group_sizes=None
+) -> Residuals:
     """What the backward will read, of the arguments and of what `operands` made of them."""
-    mode = recipe.mode
+    mode = mode_of(recipe)
     match mode:
         case BackwardMode.DEFAULT:
-            for_dw = keep(qx.backward, lambda: planes_of_x(x, recipe, both=True).backward)
+            for_dw = keep(qx.backward, lambda: planes_of_x(x, recipe, True, group_sizes).backward)
             for_dx = keep(qw.backward, lambda: _plane_along_n(kernel, recipe, x.dtype))
         case BackwardMode.UNQUANT:
             for_dw = keep(x if needs.kernel else None, lambda: x)
@@ -104,31 +126,42 @@ def residuals(x, kernel: Any, seed, qx: Planes, qw: Planes, recipe: Recipe, need
     return Residuals(for_dw, for_dx, draw)
 
 
-def quantize_gradient(dy: Float[Array, "m n"], recipe: Recipe, seed, needs: Needs):
+def gradients(
+    dy: Float[Array, "m n"], kept: Residuals, recipe: Recipe | None, dtypes: tuple[Any, Any], group_sizes=None
+) -> tuple[Array | None, Array | None]:
+    """(dx, dw) of `multiply`, None for what nobody differentiates. dy has the compute dtype; `default` quantizes it
+    once, for both products; the other modes use it as it is, beside high-precision operands (unquant) or the values
+    the forward multiplied (dequant)."""
+    needs = Needs(is_kept(kept.kernel), is_kept(kept.x))
+    along_n = along_m = dy
+    if mode_of(recipe) is BackwardMode.DEFAULT and any(needs):
+        assert recipe is not None
+        along_n, along_m = quantize_gradient(dy, recipe, kept.seed, needs, group_sizes)
+    x_dtype, kernel_dtype = dtypes
+    dx = _backward_product(along_n, kept.kernel.mT, x_dtype, dy.dtype, group_sizes) if needs.x else None
+    dw = _backward_product(kept.x.mT, along_m, kernel_dtype, dy.dtype, group_sizes) if needs.kernel else None
+    return dx, dw
+
+
+def quantize_gradient(dy: Float[Array, "m n"], recipe: Recipe, seed, needs: Needs, group_sizes=None):
     """Q(dy) along n for dx and along m for dw: what is needed of the two, in one pass."""
     key = seed if recipe.stochastic_rounding else None
+    flags: dict[str, Any] = dict(key=key, group_sizes=group_sizes)
     if needs.x and needs.kernel:
-        return quantize_transpose(dy, hadamard=recipe.hadamard, key=key)
+        return quantize_transpose(dy, hadamard=recipe.hadamard, **flags)
     if needs.x:
-        return quantize(dy, key=key), None
-    return None, quantize(dy, axis=0, hadamard=recipe.hadamard, key=key)
+        return quantize(dy, **flags), None
+    return None, quantize(dy, axis=0, hadamard=recipe.hadamard, **flags)
 
 
-def input_gradient(dy, w: Float[Array, "k n"] | QuantizedTensor, dtype) -> Float[Array, "m k"]:
-    """dx = dy w^T. Beside a quantized dy, w is blocked along n; beside dy itself, high precision or blocked along k."""
-    if not isinstance(w, QuantizedTensor):
-        w = w.astype(dtype)  # [k,n]: master weights meet dy in the compute dtype
-    elif not isinstance(dy, QuantizedTensor):
-        # Decoded where it lies: stored [n,k], so that dx is a plain product.
-        return product(dy, decode(w, dtype, w.extent), dtype)  # [m,k] = [m,n] @ [n,k]
-    return product(dy, w.mT, dtype)  # [m,k] = [m,n] @ [n,k]
-
-
-def weight_gradient(x: Float[Array, "m k"] | QuantizedTensor, dy, dtype) -> Float[Array, "k n"]:
-    """dw = x^T dy. Beside a quantized dy, x is blocked along m; beside dy itself, high precision or blocked along k."""
-    if isinstance(x, QuantizedTensor) and not isinstance(dy, QuantizedTensor):
-        x = decode(x, dy.dtype, x.extent)  # [m,k]: the row-wise form is stored as x is
-    return product(x.mT, dy, dtype)  # [k,n] = [k,m] @ [m,n]
+def _backward_product(lhs, rhs, dtype, compute, group_sizes) -> Array:
+    """dx = dy w^T, [m,k] = [m,n] @ [n,k], or dw = x^T dy, [k,n] = [k,m] @ [m,n]; with groups [m,n] @ [g,n,k] and
+    [g,k,n]. What is no array is quantized along the contracted axis beside a quantized dy, and blocked along any axis
+    beside dy itself, which it meets in the compute dtype."""
+    if group_sizes is not None:
+        return grouped_product(lhs, rhs, group_sizes, dtype, compute=compute)
+    lhs, rhs = (a if isinstance(a, QuantizedTensor) else a.astype(compute) for a in (lhs, rhs))
+    return product(lhs, rhs, dtype)
 
 
 def is_frozen(kernel: Any) -> bool:

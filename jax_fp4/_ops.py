@@ -174,6 +174,8 @@ def _decode_grouped_blocks(q: QuantizedTensor, dtype, implementation: Implementa
     """The values [m, k] of a tensor whose groups lie along its blocks: each column of blocks is decoded as a tensor of
     its own, [P/16, k, 16], under the amax of its group."""
     (k, blocks), m = q.block_scale.shape, q.extent
+    if blocks == 0:  # no groups, and fewer rows than a block
+        return jnp.zeros((m, k), dtype)
     where, layout = _groups.bounds(q.group_sizes, m), _groups.columns(q.group_sizes, m)
     codes = jnp.swapaxes(q.codes.reshape(k, blocks, BLOCK // PACK), 0, 1)
     run = _choose("dequantize", implementation, bound=q.bound, extent=BLOCK, dtype=np.dtype(dtype))

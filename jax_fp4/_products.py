@@ -1,7 +1,7 @@
 """matmul and grouped_matmul: products of quantized and high-precision operands, accumulated in float32."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,8 @@ def grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type=None):
 
 
 def product(lhs, rhs, dtype, bias=None):
-    """`matmul` without its checks, with a bias [n] added in float32 before the cast to `dtype`."""
+    """`matmul` without its checks, with a bias [n] added in float32 before the cast to `dtype`. A quantized operand
+    beside an array may be blocked along either axis."""
     _check_transforms("matmul", lhs, rhs)
     batch = rhs.ndim - 2
     if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
@@ -96,7 +97,7 @@ def product(lhs, rhs, dtype, bias=None):
     a = dequantize(lhs, compute) if isinstance(lhs, QuantizedTensor) else lhs
     # In its stored orientation, so that no transpose of a weight is written.
     b = decode(rhs, compute, rhs.extent) if isinstance(rhs, QuantizedTensor) else rhs
-    acc = _dot(a, b, batch, rhs_contracts=-1 if isinstance(rhs, QuantizedTensor) else -2)
+    acc = _dot(a, b, batch, rhs_contracts=-1 if isinstance(rhs, QuantizedTensor) and rhs.axis == 0 else -2)
     return (acc if bias is None else acc + along_last(bias.astype(jnp.float32), acc.ndim)).astype(dtype)
 
 
@@ -105,94 +106,117 @@ def along_last(bias: Float[Array, " n"], ndim: int):
     return bias.reshape((1,) * (ndim - 1) + bias.shape)
 
 
-def grouped_product(lhs, rhs, group_sizes, dtype, bias=None):
-    """`grouped_matmul` without its checks, with a bias [g, n] added in float32 before the cast to `dtype`."""
+def grouped_product(lhs, rhs, group_sizes, dtype, *, compute=None, bias=None, bias_weights=None):
+    """`grouped_matmul` without its checks. compute: what operands of a high-precision product are rounded to. A bias
+    [g, n] is added in float32 before the cast to `dtype`, times the float32 weight [m] of each row if there are any.
+    A quantized operand beside an array may be blocked along either axis."""
     _check_transforms("grouped_matmul", lhs, rhs)
-    return _grouped(lhs, rhs, bias, group_sizes, jnp.dtype(dtype))
+    if compute is None:
+        compute = jnp.promote_types(lhs.dtype, rhs.dtype)
+        for operand, other in ((lhs, rhs), (rhs, lhs)):
+            compute = operand.dtype if isinstance(other, QuantizedTensor) else compute
+    static = _Static(jnp.dtype(dtype), jnp.dtype(compute))
+    return _grouped(lhs, rhs, bias, bias_weights, group_sizes, static)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _grouped(lhs, rhs, bias, group_sizes, dtype):
-    return _rows(lhs, rhs, bias, group_sizes, dtype) if rhs.ndim == 3 else _contraction(lhs, rhs, group_sizes, dtype)
+class _Static(NamedTuple):
+    dtype: np.dtype
+    compute: np.dtype
 
 
-def _grouped_fwd(lhs, rhs, bias, group_sizes, dtype):
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _grouped(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
+    if rhs.ndim == 3:
+        return _rows(lhs, rhs, bias, bias_weights, group_sizes, static)
+    return _contraction(lhs, rhs, group_sizes, static)
+
+
+def _grouped_fwd(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     for q in (lhs, rhs):
         if isinstance(q, QuantizedTensor):
             refuse_perturbed("grouped_matmul", "a quantized operand", q)
-    primals = jax.tree.map(lambda leaf: leaf.value, (lhs, rhs, bias, group_sizes), is_leaf=is_primal)
-    return _grouped(*primals, dtype), primals
+    arguments = (lhs, rhs, bias, bias_weights, group_sizes)
+    primals = jax.tree.map(lambda leaf: leaf.value, arguments, is_leaf=is_primal)
+    return _grouped(*primals, static), primals
 
 
-def _grouped_bwd(dtype, residuals, dy):
-    """dy is one of two arrays in products of the other kind; a quantized operand takes part with its values."""
-    lhs, rhs, bias, group_sizes = residuals
+def _grouped_bwd(static: _Static, residuals, dy):
+    """dy is an operand of the products of the other kind; a quantized operand takes part with its values."""
+    lhs, rhs, bias, bias_weights, group_sizes = residuals
     if isinstance(dy, SymbolicZero):
-        return None, None, None, None
-    arrays = [not isinstance(q, QuantizedTensor) for q in (lhs, rhs)]
+        return (None,) * 5
+    assert bias_weights is None, "weighted biases are for custom_vjp rules"
     d_lhs = d_rhs = d_bias = None
-    if rhs.ndim == 3:
-        if arrays[0]:  # [m,k] = [m,n] @ [g,n,k]
-            other = rhs.mT if arrays[1] else dequantize(rhs, lhs.dtype).mT
-            d_lhs = _rows(dy.astype(lhs.dtype), other, None, group_sizes, lhs.dtype)
-        if arrays[1]:  # [g,k,n] = [k,m] @ [m,n]
-            d_rhs = _contraction(_values(lhs, rhs.dtype).mT, dy.astype(rhs.dtype), group_sizes, rhs.dtype)
-        if bias is not None:
-            d_bias = sum_of_groups(dy, group_sizes).astype(bias.dtype)
-    else:
-        if arrays[0]:  # [m,k] = [m,n] @ [g,n,k]
-            d_lhs = _rows(_values(rhs, lhs.dtype), dy.astype(lhs.dtype).mT, None, group_sizes, lhs.dtype).mT
-        if arrays[1]:  # [m,n] = [m,k] @ [g,k,n]
-            d_rhs = _rows(_values(lhs, rhs.dtype).mT, dy.astype(rhs.dtype), None, group_sizes, rhs.dtype)
-    return d_lhs, d_rhs, d_bias, None
+    to_lhs, to_rhs = (static._replace(dtype=jnp.dtype(operand.dtype)) for operand in (lhs, rhs))
+    rows, is_array = rhs.ndim == 3, lambda operand: not isinstance(operand, QuantizedTensor)
+    # Through _grouped: the loops themselves carry words, of which every derivative would silently be zero.
+    if rows and is_array(lhs):  # [m,k] = [m,n] @ [g,n,k]
+        d_lhs = _grouped(dy, rhs.mT, None, None, group_sizes, to_lhs)
+    if rows and is_array(rhs):  # [g,k,n] = [k,m] @ [m,n]
+        d_rhs = _grouped(lhs.mT, dy, None, None, group_sizes, to_rhs)
+    if not rows and is_array(lhs):  # [m,k] = [m,n] @ [g,n,k]
+        d_lhs = _grouped(rhs, dy.mT, None, None, group_sizes, to_lhs).mT
+    if not rows and is_array(rhs):  # [m,n] = [m,k] @ [g,k,n]
+        d_rhs = _grouped(lhs.mT, dy, None, None, group_sizes, to_rhs)
+    if bias is not None:
+        d_bias = sum_of_groups(dy, group_sizes).astype(bias.dtype)
+    return d_lhs, d_rhs, d_bias, None, None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd, symbolic_zeros=True)
 
 
 def sum_of_groups(x: Float[Array, "m n"], group_sizes) -> Float[Array, "g n"]:
-    """The float32 sum of the rows of each group."""
-    groups = group_sizes.shape[0]
-    group = _groups.group_of(_groups.bounds(group_sizes, x.shape[0]).ends, x.shape[0])
-    sums = jnp.zeros((groups + 1, x.shape[1]), jnp.float32).at[group].add(x.astype(jnp.float32))
-    return sums[:groups]
+    """The float32 sum of the rows of each group: a product with zeros and ones, faster than XLA's scatter."""
+    group, groups = rows_to_groups(group_sizes, x.shape[0]), group_sizes.shape[0]
+    member = jax.nn.one_hot(group, groups, dtype=jnp.float32)  # the tail is a row of zeros, but may hold NaN
+    live = jnp.where((group < groups)[:, None], x.astype(jnp.float32), 0)
+    return lax.dot_general(member, live, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
 
 
-def _rows(lhs, rhs, bias, group_sizes, dtype):
+def rows_to_groups(group_sizes, m: int):
+    """The group of each of m rows, g in the tail."""
+    return _groups.group_of(_groups.bounds(group_sizes, m).ends, m)
+
+
+def _rows(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     """[m,n] = [m,k] @ [g,k,n] for each group."""
-    out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[-1]), dtype)
+    out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[-1]), static.dtype)
     both = isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor)
-    compute = jnp.bfloat16 if both else lhs.dtype if isinstance(rhs, QuantizedTensor) else rhs.dtype
     column = row = None
     if both:
         a = decode(lhs, jnp.bfloat16, PACK * lhs.codes.shape[-1], product_form=True)
         column = reference.tensor_factor(_amax_of_rows(lhs), 2, lhs.bound)
+        column = jnp.broadcast_to(column, (out.shape[0], 1))
         row = jnp.swapaxes(reference.tensor_factor(rhs.amax, rhs.codes.ndim, rhs.bound), -1, -2)
     else:
-        a = _values(lhs, compute)
-    of_groups = rhs, row, None if bias is None else bias.astype(jnp.float32)
-    if both and column.shape[0] == 1:
-        column = jnp.broadcast_to(column, (out.shape[0], 1))
+        a = _values(lhs, static.compute)
+    of_rows = column, None if bias_weights is None else bias_weights[:, None]
+    of_groups = rhs, row, None if bias is None else bias.astype(jnp.float32)[:, None]
 
     def weight(group):
         w = group[0]
         if not isinstance(w, QuantizedTensor):
-            return w.astype(compute), 0
-        return decode(w, compute, a.shape[-1], product_form=both), 1  # stored [n, k]
+            return w.astype(static.compute), 0
+        if both:
+            return decode(w, jnp.bfloat16, PACK * w.codes.shape[-1], product_form=True), 1  # stored [n, k]
+        return decode(w, static.compute, w.extent), 1 if w.axis == 0 else 0
 
-    def finish(acc, column, group):
-        _, row, bias = group
-        if row is not None:
-            return _epilogue(acc, column, row, dtype, bias)
-        return (acc if bias is None else acc + bias[None]).astype(dtype)
+    def finish(acc, rows, group):
+        (column, weights), (_, row, bias) = rows, group
+        with jax.numpy_rank_promotion("allow"):
+            bias = bias if weights is None else weights * bias
+            if both:
+                return reference.epilogue(acc, column, row, static.dtype, bias)
+            return (acc if bias is None else acc + bias).astype(static.dtype)
 
-    return _ragged.rows(a, column, of_groups, group_sizes, out, weight, finish)
+    return _ragged.rows(a, of_rows, of_groups, group_sizes, out, weight, finish)
 
 
-def _contraction(lhs, rhs, group_sizes, dtype):
+def _contraction(lhs, rhs, group_sizes, static: _Static):
     """[g,k,n] = [k,m] @ [m,n] over the rows of each group."""
     groups, m = group_sizes.shape[0], lhs.shape[-1]
-    out = jax.ShapeDtypeStruct((groups, lhs.shape[0], rhs.shape[-1]), dtype)
+    out = jax.ShapeDtypeStruct((groups, lhs.shape[0], rhs.shape[-1]), static.dtype)
     if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
         a, b = (decode(q, jnp.bfloat16, PACK * q.codes.shape[-1], product_form=True) for q in (lhs, rhs))
         # Each group's columns, with the padding of its last block: zero, or after a transform part of the data.
@@ -201,23 +225,24 @@ def _contraction(lhs, rhs, group_sizes, dtype):
         columns = _groups.Bounds(BLOCK * first, BLOCK * (first + blocks))
         column, row = (reference.tensor_factor(q.amax, 3, q.bound) for q in (lhs, rhs))
         factors = column, jnp.swapaxes(row, -1, -2)
-        finish = lambda acc, group: _epilogue(acc, *group, dtype, None)  # noqa: E731
+
+        def finish(acc, group):
+            return _epilogue(acc, *group, static.dtype, None)
+
         return _ragged.contraction(a, b, columns, factors, out, finish, rows_last=True)
-    compute = lhs.dtype if isinstance(rhs, QuantizedTensor) else rhs.dtype
-    a, b = _values(lhs, compute).astype(compute).mT, _values(rhs, compute)
+    a, b = _values(lhs, static.compute).mT, _values(rhs, static.compute)
     where = _groups.bounds(group_sizes, m)
-    return _ragged.contraction(a, b, where, None, out, lambda acc, _: acc.astype(dtype))
+    return _ragged.contraction(a, b, where, None, out, lambda acc, _: acc.astype(static.dtype))
 
 
 def _values(operand, dtype):
-    return dequantize(operand, dtype) if isinstance(operand, QuantizedTensor) else operand
+    return dequantize(operand, dtype) if isinstance(operand, QuantizedTensor) else operand.astype(dtype)
 
 
 def _amax_of_rows(q: QuantizedTensor):
     """The amax of each row of a row-wise tensor, or the one of all."""
     if q.grouped and not q.row_scaled:
-        m = q.codes.shape[0]
-        return _groups.of_group(q.amax, _groups.group_of(_groups.bounds(q.group_sizes, m).ends, m), 0)
+        return _groups.of_group(q.amax, rows_to_groups(q.group_sizes, q.codes.shape[0]), 0)
     return q.amax
 
 

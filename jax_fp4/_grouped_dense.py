@@ -1,0 +1,53 @@
+"""grouped_dense: `dense` for groups of rows, each with a kernel of its own."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_fp4 import _record
+from jax_fp4._arguments import check_group_sizes, float_dtype, key_words
+from jax_fp4._dense import Static, affine, check_bias, check_kernel, check_padding, check_x, kernel_dtype
+from jax_fp4._recipe import RecipeChoice, resolve, why_unquantized
+
+
+def grouped_dense(
+    x: Any,
+    kernel: Any,
+    group_sizes: Any,
+    bias: Any = None,
+    *,
+    recipe: RecipeChoice | None = None,
+    key=None,
+    preferred_element_type=None,
+) -> Float[Array, "*b n"]:
+    """y = x w + b for each group: x [..., k], kernel [g, k, n], bias [g, n] -> y [..., n] in x's dtype.
+
+    The leading axes of x are flattened to m rows. group_sizes: int32 [g], may be traced; the rows of the groups lie
+    one after another. A negative size counts as 0, sizes that sum to more than m are cut there. Rows of x beyond the
+    sum are not read, and zero in y and dx; the gradients of a group without rows are zero.
+    kernel: an array or, frozen, a QuantizedTensor blocked along k (`quantize(w, axis=0, batch_dims=1)`) or the pair
+    `quantize_transpose(w, batch_dims=1)`.
+    recipe, key, preferred_element_type, the three products, what is kept for them and the dtypes of gradients: as in
+    `dense`; every group is quantized as if alone, with amaxes of its own. Without a recipe this is a product in x's
+    dtype, differentiable, whose work does not grow with g. Raises TypeError, ValueError or UnsupportedError for what is
+    not described here.
+    """
+    op = "grouped_dense"
+    chosen = resolve(op, recipe)
+    check_x(op, x)
+    g, k, n = shape = check_kernel(op, "kernel", kernel, f"x {x.shape}", x.shape[-1], grouped=True)
+    check_bias(op, "bias", bias, shape)
+    check_group_sizes(op, group_sizes, g)
+    reason = why_unquantized(recipe) if chosen is None else ""
+    _record.record(_record.LayerEvent(_record.path(), op, x.shape, shape, chosen, reason))
+    check_padding(op, chosen, k, n)
+    y_dtype = x.dtype
+    if preferred_element_type is not None:
+        y_dtype = float_dtype(op, "preferred_element_type", preferred_element_type, "y is written in it")
+    rows = x.reshape(math.prod(x.shape[:-1]), k)  # not -1: k may be 0
+    static = Static(op, chosen, x.dtype, y_dtype, kernel_dtype(kernel), None if bias is None else bias.dtype)
+    seed = None if key is None else key_words(op, key)
+    y: Any = affine(rows, kernel, bias, seed, jnp.asarray(group_sizes), static)
+    return y.reshape(*x.shape[:-1], n)

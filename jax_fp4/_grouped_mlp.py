@@ -1,0 +1,198 @@
+"""grouped_mlp: y = p (act(x W_in + b_in) W_out + b_out) for each group, one custom_vjp around both products.
+
+In one rule because the second input never has to exist outside it: `default` keeps it packed, blocked along rows, and
+`unquant` makes it again from the first output, which the activation's gradient reads anyway.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float
+
+from jax_fp4 import _groups, _modes, _record
+from jax_fp4._activations import Activation, activation_of
+from jax_fp4._arguments import check_float, check_group_sizes, key_words
+from jax_fp4._dense import check_bias, check_kernel, check_padding, check_x, kernel_dtype, require_key
+from jax_fp4._errors import message
+from jax_fp4._modes import Needs, Residuals, is_frozen, keep, mode_of
+from jax_fp4._products import is_primal, refuse_perturbed, rows_to_groups, sum_of_groups
+from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, resolve, why_unquantized
+
+
+class Arguments(NamedTuple):
+    """What may be differentiated; an absent bias or probs is None."""
+
+    x: Any  # [m, k]
+    w_in: Any  # [g, k, 2f] or [g, k, f]
+    w_out: Any  # [g, f, n]
+    b_in: Any  # [g, 2f] or [g, f]
+    b_out: Any  # [g, n]
+    probs: Any  # [m]
+
+
+class Static(NamedTuple):
+    """What the forward captures for the backward: a later context changes nothing."""
+
+    recipes: tuple[Recipe | None, Recipe | None]  # of the first and of the second product
+    activation: Activation
+    dtype: np.dtype  # of x, of everything between the products, and of every high-precision product
+    dtypes: tuple[np.dtype | None, ...]  # of the Arguments, and so of their gradients
+
+
+class Kept(NamedTuple):
+    """What the backward reads; parts that nobody needs hold arrays of shape (0,)."""
+
+    first: Residuals
+    second: Residuals
+    h: Float[Array, "m h"]  # the first product, in the compute dtype: the activation's input
+    remake: Float[Array, " flag"]  # of shape (1,) where the second input is made again from h for dw_out, else (0,)
+    b_out: Any
+    probs: Any
+    group_sizes: Any
+
+
+def grouped_mlp(
+    x: Any,
+    w_in: Any,
+    w_out: Any,
+    group_sizes: Any,
+    *,
+    b_in: Any = None,
+    b_out: Any = None,
+    activation: str | Activation = "swiglu",
+    probs: Any = None,
+    recipe: RecipeChoice | None = None,
+    out_recipe: RecipeChoice | None = None,
+    key=None,
+) -> Float[Array, "*b n"]:
+    """y = p (act(x W_in + b_in) W_out + b_out) for each group of rows: x [..., k] -> y [..., n] in x's dtype.
+
+    w_in: [g, k, 2f] for a gated activation, gate columns first, else [g, k, f]. w_out: [g, f, n]. b_in, b_out: a row
+    for each group. Kernels may be frozen, and group_sizes int32 [g] is data, both as in `grouped_dense`.
+    activation: a name or an Activation with its constants; computed in float32.
+    probs: [...], a factor of each row (the weight of its expert), folded in before the second product; has a gradient.
+    recipe: of the first product and, unless out_recipe is given, of the second: None takes autocast's, HIGH_PRECISION
+        none. The two may have different backward modes.
+    key: the JAX key of stochastic rounding; the products use fold_in(key, 0) and fold_in(key, 1).
+
+    Kept for the backward: what `grouped_dense` keeps for each product, and x W_in + b_in in x's dtype. The second input
+    is kept packed in `default` (column-wise) and `dequant` (row-wise), and made again in `unquant`. Gradients have the
+    dtype of their parameters. Raises TypeError, ValueError or UnsupportedError for what is not described here.
+    """
+    op = "grouped_mlp"
+    act = activation_of(op, activation)
+    first, second = resolve(op, recipe), resolve(op, recipe if out_recipe is None else out_recipe)
+    check_x(op, x)
+    g, k, hidden = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped=True)
+    if act.gated and hidden % 2:
+        why, fix = f"{act.name} is gated: half of them are the gate", "w_in [g, k, 2f], gate columns first"
+        raise ValueError(message(op, "w_in", f"of shape {(g, k, hidden)}", "an even number of columns", why, fix))
+    f = hidden // 2 if act.gated else hidden
+    *_, n = shape = check_kernel(op, "w_out", w_out, f"the activation {(*x.shape[:-1], f)}", f, grouped=True)
+    if shape[0] != g:
+        why = f"w_in {(g, k, hidden)} has {g} groups"
+        raise ValueError(message(op, "w_out", f"of shape {shape}", f"{g} groups", why, "kernels of the same experts"))
+    check_bias(op, "b_in", b_in, (g, k, hidden))
+    check_bias(op, "b_out", b_out, shape)
+    check_group_sizes(op, group_sizes, g)
+    if probs is not None:
+        check_float(op, "probs", probs)
+        if probs.shape != x.shape[:-1]:
+            why = f"x {x.shape} has a factor for each row"
+            raise ValueError(message(op, "probs", f"of shape {probs.shape}", f"{x.shape[:-1]}", why, "probs=None"))
+    for chosen, given, kernel_shape in ((first, recipe, (g, k, hidden)), (second, out_recipe or recipe, shape)):
+        reason = why_unquantized(given) if chosen is None else ""
+        _record.record(_record.LayerEvent(_record.path(), op, x.shape, kernel_shape, chosen, reason))
+        check_padding(op, chosen, *kernel_shape[1:])
+    m = math.prod(x.shape[:-1])
+    arguments = Arguments(x.reshape(m, k), w_in, w_out, b_in, b_out, None if probs is None else probs.reshape(m))
+    seeds = None if key is None else tuple(key_words(op, jax.random.fold_in(key, i)) for i in (0, 1))
+    dtypes = tuple(None if a is None else kernel_dtype(a) for a in arguments)
+    static = Static((first, second), act, x.dtype, dtypes)
+    y: Any = _mlp(arguments, seeds, jnp.asarray(group_sizes), static)
+    return y.reshape(*x.shape[:-1], n)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _mlp(arguments: Arguments, seeds, group_sizes, static: Static) -> Float[Array, "m n"]:
+    return _forward(arguments, seeds, group_sizes, static, Needs(False, False), Needs(False, False))[0]
+
+
+def _mlp_fwd(arguments: Any, seeds, group_sizes, static: Static):
+    """Residuals for what is differentiated, and the errors that only differentiation can make."""
+    for name, kernel in (("w_in", arguments.w_in), ("w_out", arguments.w_out)):
+        if is_frozen(kernel):
+            refuse_perturbed("grouped_mlp", name, kernel)
+    perturbed = Arguments(*(a is not None and not is_frozen(a) and a.perturbed for a in arguments))
+    arguments, seeds, group_sizes = jax.tree.map(
+        lambda leaf: leaf.value, (arguments, seeds, group_sizes), is_leaf=is_primal
+    )
+    before = perturbed.x or perturbed.w_in or perturbed.b_in  # whatever the first product depends on
+    needs = Needs(perturbed.x, perturbed.w_in), Needs(before or perturbed.probs, perturbed.w_out)
+    for recipe, needed in zip(static.recipes, needs, strict=True):
+        if any(needed):
+            require_key("grouped_mlp", recipe, seeds)
+    return _forward(arguments, seeds, group_sizes, static, *needs)
+
+
+def _forward(arguments: Arguments, seeds, group_sizes, static: Static, needs_in: Needs, needs_out: Needs):
+    """y, and what a backward with these needs reads."""
+    x, w_in, w_out, b_in, b_out, probs = arguments
+    (recipe, out_recipe), dtype = static.recipes, static.dtype
+    seed, out_seed = (None, None) if seeds is None else seeds
+    qx, qw = _modes.operands(x, w_in, recipe, needs_in, group_sizes)
+    h = _modes.multiply(qx, qw, dtype, group_sizes, compute=dtype, bias=b_in)  # [m,h] = [m,k] @ [g,k,h]
+    first = _modes.residuals(x, w_in, seed, qx, qw, recipe, needs_in, group_sizes)
+
+    a = _weighted(static.activation(h.astype(jnp.float32)), probs).astype(dtype)
+    qa, qw = _modes.operands(a, w_out, out_recipe, needs_out, group_sizes)
+    weights = None if probs is None or b_out is None else probs.astype(jnp.float32)
+    y = _modes.multiply(qa, qw, dtype, group_sizes, compute=dtype, bias=b_out, bias_weights=weights)
+    second = _modes.residuals(a, w_out, out_seed, qa, qw, out_recipe, needs_out, group_sizes)
+    # unquant's dw_out reads a, which h gives again
+    remake = needs_out.kernel and mode_of(out_recipe) is BackwardMode.UNQUANT
+    if mode_of(out_recipe) is BackwardMode.UNQUANT:
+        second = second._replace(x=keep(None, lambda: a))
+    h = keep(h if needs_out.x or remake else None, lambda: h)
+    return y, Kept(first, second, h, jnp.zeros(int(remake)), b_out, probs, group_sizes)
+
+
+def _mlp_bwd(static: Static, kept: Kept, dy):
+    if isinstance(dy, SymbolicZero):
+        return None, None, None
+    (recipe, out_recipe), dtype, dtypes = static.recipes, static.dtype, Arguments(*static.dtypes)
+    second, sizes, probs, b_out = kept.second, kept.group_sizes, kept.probs, kept.b_out
+    if kept.remake.size:
+        a = _weighted(static.activation(kept.h.astype(jnp.float32)), probs).astype(dtype)
+        second = second._replace(x=a)
+    da, dw_out = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes)
+    db_out = None if b_out is None else sum_of_groups(_weighted(dy, probs), sizes).astype(b_out.dtype)
+    if da is None:
+        return Arguments(None, None, dw_out, None, db_out, None), None, None
+
+    value, pull = jax.vjp(static.activation, kept.h.astype(jnp.float32))
+    d_probs = None
+    if probs is not None:
+        d_probs = jnp.sum(da.astype(jnp.float32) * value, axis=-1)
+        if b_out is not None:
+            group = rows_to_groups(sizes, dy.shape[0])
+            own = jnp.sum(dy.astype(jnp.float32) * _groups.of_group(b_out.astype(jnp.float32), group, 0), axis=-1)
+            d_probs += jnp.where(group < sizes.shape[0], own, 0)  # dy of the tail may be NaN
+        d_probs = d_probs.astype(probs.dtype)
+    dh = pull(_weighted(da.astype(jnp.float32), probs))[0].astype(dtype)
+    dx, dw_in = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes)
+    db_in = None if dtypes.b_in is None else sum_of_groups(dh, sizes).astype(dtypes.b_in)
+    return Arguments(dx, dw_in, dw_out, db_in, db_out, d_probs), None, None
+
+
+_mlp.defvjp(_mlp_fwd, _mlp_bwd, symbolic_zeros=True)
+
+
+def _weighted(values: Float[Array, "m f"], probs) -> Float[Array, "m f"]:
+    """Each row times its factor, in float32."""
+    return values if probs is None else values * probs.astype(jnp.float32)[:, None]
