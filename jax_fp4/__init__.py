@@ -12,10 +12,7 @@ from jax_fp4._errors import UnsupportedError as UnsupportedError
 from jax_fp4._errors import strict as strict
 from jax_fp4._grouped_dense import grouped_dense as grouped_dense
 from jax_fp4._grouped_mlp import grouped_mlp as grouped_mlp
-from jax_fp4._moe import combine_tokens as combine_tokens
-from jax_fp4._moe import group_tokens as group_tokens
-from jax_fp4._moe import group_weights as group_weights
-from jax_fp4._moe import route as route
+from jax_fp4._moe import moe as moe
 from jax_fp4._ops import dequantize as dequantize
 from jax_fp4._ops import quantize as quantize
 from jax_fp4._ops import quantize_transpose as quantize_transpose
@@ -27,6 +24,10 @@ from jax_fp4._recipe import BackwardMode as BackwardMode
 from jax_fp4._recipe import FourOverSix as FourOverSix
 from jax_fp4._recipe import NVFP4BlockScaling as NVFP4BlockScaling
 from jax_fp4._recipe import autocast as autocast
+from jax_fp4._routing import combine_tokens as combine_tokens
+from jax_fp4._routing import group_tokens as group_tokens
+from jax_fp4._routing import group_weights as group_weights
+from jax_fp4._routing import route as route
 from jax_fp4.report import report as report
 
 __version__ = "0.1.0"

@@ -13,11 +13,15 @@ from typing import Any, no_type_check
 
 import flax.linen as nn
 import jax.numpy as jnp
+from flax.linen.dtypes import canonicalize_dtype
 
 from jax_fp4 import _dot_general, _record
+from jax_fp4._activations import Activation, activation_of
 from jax_fp4._dot_general import check_layer, draws, increasing, layer_product, layer_recipe
 from jax_fp4._errors import message
-from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, resolve
+from jax_fp4._grouped_dense import grouped_dense
+from jax_fp4._moe import ROUTING, drawing_recipe, moe
+from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, resolve
 
 # Flax's own code. Without Flax's wrapper: ours runs already, a second one would capture intermediates twice.
 _flax_dense = inspect.unwrap(nn.Dense.__call__)
@@ -91,6 +95,126 @@ class DenseGeneral(nn.DenseGeneral):
             if self.use_bias:
                 bias = self.param("bias", _flat(self.bias_init, (b * n,)), (*batch, *features), self.param_dtype)
             return _product(self, recipe, (inputs, kernel, bias), axis, batch_dims)
+
+
+# Each expert's matrix is drawn as nn.Dense would draw it: the leading axis is no part of the fan-in.
+_expert_init = nn.initializers.variance_scaling(
+    1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=0
+)
+
+
+@no_type_check
+class GroupedDense(nn.Module):
+    """`jax_fp4.grouped_dense` as a layer: x [..., k], group_sizes int32 [num_groups] -> y [..., features].
+
+    Parameters: kernel [num_groups, k, features] and bias [num_groups, features]. dtype is the compute dtype, as in
+    nn.Dense. recipe: None takes autocast's, HIGH_PRECISION none. Draws from the stream "sr" where dy is rounded
+    stochastically. Raises TypeError for a wrong recipe when the layer is made, and what `grouped_dense` raises.
+    """
+
+    features: int
+    num_groups: int
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Any = _expert_init
+    bias_init: Any = nn.initializers.zeros_init()
+    recipe: RecipeChoice | None = None
+
+    def __post_init__(self):
+        check_recipe("GroupedDense", self.recipe)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs, group_sizes):
+        shape = (self.num_groups, jnp.shape(inputs)[-1], self.features)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias = self.param("bias", self.bias_init, shape[::2], self.param_dtype) if self.use_bias else None
+        x = jnp.asarray(inputs, canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype))
+        key = _key(self, resolve("GroupedDense", self.recipe))
+        with _record.layer("/".join(self.path)):
+            return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
+
+
+@no_type_check
+class MoE(nn.Module):
+    """A dropless mixture of experts: x [..., d] -> (y [..., out_features], Routing).
+
+    Each token goes through top_k of num_experts two-layer MLPs with `features` hidden units (`jax_fp4.moe`).
+    Parameters: router/kernel [d, num_experts]; w_in [num_experts, d, 2 features] (gate columns first; no factor 2 where
+    the activation has no gate), w_out [num_experts, features, out_features]; with use_bias b_in and b_out.
+    out_features: None is d. score, normalize, groups, top_groups, scale: how `jax_fp4.route` chooses and weighs.
+    recipe, out_recipe: of the two products of the experts. router_recipe: of the router, which is computed in float32
+        and left alone by default, under autocast too.
+    selection_bias, of the call: [num_experts], added to the scores for choosing only.
+
+    Add the aux_loss of the returned Routing, times a small factor, to the loss. Draws from the stream "sr" where dy is
+    rounded stochastically. Raises TypeError for a wrong recipe when the layer is made, and what `jax_fp4.moe` raises.
+    """
+
+    num_experts: int
+    features: int
+    top_k: int = 2
+    out_features: int | None = None
+    activation: str | Activation = "swiglu"
+    use_bias: bool = False
+    score: str = "softmax"
+    normalize: bool = True
+    groups: int | None = None
+    top_groups: int | None = None
+    scale: float = 1.0
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    router_init: Any = nn.Dense.kernel_init
+    kernel_init: Any = _expert_init
+    out_kernel_init: Any = _expert_init
+    bias_init: Any = nn.initializers.zeros_init()
+    recipe: RecipeChoice | None = None
+    out_recipe: RecipeChoice | None = None
+    router_recipe: RecipeChoice | None = HIGH_PRECISION
+
+    def __post_init__(self):
+        for name in ("recipe", "out_recipe", "router_recipe"):
+            check_recipe("MoE", getattr(self, name), name)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs, *, selection_bias=None):
+        d, g = jnp.shape(inputs)[-1], self.num_experts
+        hidden = self.features * (2 if activation_of("MoE", self.activation).gated else 1)
+        out = d if self.out_features is None else self.out_features
+        w_in = self.param("w_in", self.kernel_init, (g, d, hidden), self.param_dtype)
+        w_out = self.param("w_out", self.out_kernel_init, (g, self.features, out), self.param_dtype)
+        b_in = self.param("b_in", self.bias_init, (g, hidden), self.param_dtype) if self.use_bias else None
+        b_out = self.param("b_out", self.bias_init, (g, out), self.param_dtype) if self.use_bias else None
+        router = Dense(
+            g,
+            use_bias=False,
+            dtype=jnp.float32,
+            param_dtype=self.param_dtype,
+            kernel_init=self.router_init,
+            recipe=self.router_recipe,
+            name="router",
+        )
+        logits = router(inputs)
+        x = jnp.asarray(inputs, canonicalize_dtype(inputs, w_in, dtype=self.dtype))
+        key = _key(self, drawing_recipe("MoE", self.recipe, self.out_recipe))
+        with _record.layer("/".join(self.path)):
+            return moe(
+                x,
+                logits,
+                w_in,
+                w_out,
+                top_k=self.top_k,
+                b_in=b_in,
+                b_out=b_out,
+                activation=self.activation,
+                recipe=self.recipe,
+                out_recipe=self.out_recipe,
+                key=key,
+                bias=selection_bias,
+                **{name: getattr(self, name) for name in ROUTING},
+            )
 
 
 @no_type_check

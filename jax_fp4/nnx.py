@@ -11,10 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
-from flax.nnx.nn.dtypes import promote_dtype
+from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
+from jax_fp4._activations import Activation, activation_of
 from jax_fp4._dot_general import check_layer, draws, layer_product, layer_recipe, refuse_out_sharding
-from jax_fp4._recipe import Recipe, RecipeChoice
+from jax_fp4._grouped_dense import grouped_dense
+from jax_fp4._moe import ROUTING, drawing_recipe, moe
+from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, resolve
 
 _SR = 0x7372  # "sr", folded into the key of a default stream
 
@@ -83,6 +86,150 @@ class LinearGeneral(nnx.LinearGeneral):
         if recipe is None:
             return super().__call__(inputs, out_sharding)
         return _product(self, recipe, inputs, self.axis, tuple(self.batch_axis), out_sharding, key)
+
+
+# Each expert's matrix is drawn as nnx.Linear would draw it: the leading axis is no part of the fan-in.
+_expert_init = nnx.initializers.variance_scaling(
+    1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=0
+)
+_router_init, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
+
+
+@no_type_check
+class GroupedLinear(nnx.Module):
+    """`jax_fp4.grouped_dense` as a layer: x [..., in_features], group_sizes int32 [num_groups] -> [..., out_features].
+
+    Parameters: kernel [num_groups, in_features, out_features] and bias [num_groups, out_features]. dtype is the compute
+    dtype, as in nnx.Linear. The recipe and the key as in `Linear`. Raises TypeError for a wrong recipe when the layer
+    is made, and what `grouped_dense` raises.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Any = _expert_init,
+        bias_init: Any = _zeros,
+        rngs: nnx.Rngs,
+        kernel_metadata: Any = None,
+        bias_metadata: Any = None,
+        recipe: RecipeChoice | None = None,
+    ):
+        check_recipe("GroupedLinear", recipe)
+        shape = (num_groups, in_features, out_features)
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype), **(kernel_metadata or {}))
+        self.bias = nnx.data(None)
+        if use_bias:
+            self.bias = nnx.Param(bias_init(rngs.params(), shape[::2], param_dtype), **(bias_metadata or {}))
+        self.num_groups, self.in_features, self.out_features = shape
+        self.dtype, self.recipe, self.sr = dtype, recipe, _stream(rngs)
+
+    def __call__(self, inputs, group_sizes, *, key=None):
+        kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
+        x = jnp.asarray(inputs, canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype))
+        recipe = resolve("GroupedLinear", self.recipe)
+        if key is None and recipe is not None and draws(recipe):
+            key = _draw(self.sr)
+        return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
+
+
+@no_type_check
+class MoE(nnx.Module):
+    """A dropless mixture of experts: x [..., in_features] -> (y [..., out_features], Routing).
+
+    Each token goes through top_k of num_experts two-layer MLPs with `features` hidden units (`jax_fp4.moe`).
+    Parameters: router.kernel [in_features, num_experts]; w_in [num_experts, in_features, 2 features] (gate columns
+    first; no factor 2 where the activation has no gate), w_out [num_experts, features, out_features]; with use_bias
+    b_in and b_out. out_features: None is in_features. score, normalize, groups, top_groups, scale: how `jax_fp4.route`
+    chooses and weighs. recipe, out_recipe: of the two products of the experts. router_recipe: of the router, which is
+    computed in float32 and left alone by default, under autocast too. selection_bias, of the call: [num_experts], added
+    to the scores for choosing only. The key as in `Linear`.
+
+    Add the aux_loss of the returned Routing, times a small factor, to the loss. Raises TypeError for a wrong recipe
+    when the layer is made, and what `jax_fp4.moe` raises.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        features: int,
+        *,
+        top_k: int = 2,
+        out_features: int | None = None,
+        activation: str | Activation = "swiglu",
+        use_bias: bool = False,
+        score: str = "softmax",
+        normalize: bool = True,
+        groups: int | None = None,
+        top_groups: int | None = None,
+        scale: float = 1.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        router_init: Any = _router_init,
+        kernel_init: Any = _expert_init,
+        out_kernel_init: Any = _expert_init,
+        bias_init: Any = _zeros,
+        rngs: nnx.Rngs,
+        kernel_metadata: Any = None,
+        bias_metadata: Any = None,
+        recipe: RecipeChoice | None = None,
+        out_recipe: RecipeChoice | None = None,
+        router_recipe: RecipeChoice | None = HIGH_PRECISION,
+    ):
+        check_recipe("MoE", recipe)
+        check_recipe("MoE", out_recipe, "out_recipe")
+        hidden = features * (2 if activation_of("MoE", activation).gated else 1)
+        out = in_features if out_features is None else out_features
+        dtypes = dict(dtype=jnp.float32, param_dtype=param_dtype)
+        self.router = Linear(
+            in_features, num_experts, use_bias=False, kernel_init=router_init, rngs=rngs, recipe=router_recipe, **dtypes
+        )
+
+        def param(init, shape, metadata):
+            return nnx.Param(init(rngs.params(), shape, param_dtype), **(metadata or {}))
+
+        self.w_in = param(kernel_init, (num_experts, in_features, hidden), kernel_metadata)
+        self.w_out = param(out_kernel_init, (num_experts, features, out), kernel_metadata)
+        self.b_in = param(bias_init, (num_experts, hidden), bias_metadata) if use_bias else nnx.data(None)
+        self.b_out = param(bias_init, (num_experts, out), bias_metadata) if use_bias else nnx.data(None)
+        self.top_k, self.activation, self.dtype = top_k, activation, dtype
+        self.score, self.normalize, self.groups, self.top_groups, self.scale = (
+            score,
+            normalize,
+            groups,
+            top_groups,
+            scale,
+        )
+        self.recipe, self.out_recipe, self.sr = recipe, out_recipe, _stream(rngs)
+
+    def __call__(self, inputs, *, selection_bias=None, key=None):
+        w_in, w_out, b_in, b_out = (
+            None if p is None else p[...] for p in (self.w_in, self.w_out, self.b_in, self.b_out)
+        )
+        x = jnp.asarray(inputs, canonicalize_dtype(inputs, w_in, dtype=self.dtype))
+        if key is None and drawing_recipe("MoE", self.recipe, self.out_recipe) is not None:
+            key = _draw(self.sr)
+        return moe(
+            x,
+            self.router(inputs),
+            w_in,
+            w_out,
+            top_k=self.top_k,
+            b_in=b_in,
+            b_out=b_out,
+            activation=self.activation,
+            recipe=self.recipe,
+            out_recipe=self.out_recipe,
+            key=key,
+            bias=selection_bias,
+            **{name: getattr(self, name) for name in ROUTING},
+        )
 
 
 def _product(layer: Any, recipe: Recipe, inputs, axis, batch_axis, out_sharding, key):

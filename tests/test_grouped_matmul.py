@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouping import slices
-from products import error_of, refused
+from products import by_experts, contraction_by_experts, error_of, exact, refused
 
 import jax_fp4 as fp4
 
@@ -23,17 +23,6 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 X, W, DY = normal(1, M, K), normal(2, G, K, N), normal(3, M, N)
-
-
-def by_experts(x, w, sizes):
-    """[m,n] = [m,k] @ [g,k,n] in plain jax.numpy, the tail zero; differentiable as often as one likes."""
-    parts = [x[r] @ w[e] for e, r in enumerate(slices(sizes, len(x)))]
-    end = slices(sizes, len(x))[-1].stop
-    return jnp.concatenate([*parts, jnp.zeros((len(x) - end, w.shape[-1]), x.dtype)])
-
-
-def contraction_by_experts(x_t, dy, sizes):
-    return jnp.stack([x_t[:, r] @ dy[r] for r in slices(sizes, len(dy))])
 
 
 OPERANDS = {  # of a product beside w, and w's forms
@@ -57,7 +46,7 @@ def test_every_mix_of_operands(left, right):
     """Rows quantized in groups, as one tensor or row by row; matrices by tile, row or column: each with its scales."""
     x, w = OPERANDS[left][0](X), OPERANDS[right][1](W)
     got = fp4.grouped_matmul(x, w, SIZES)
-    want = by_experts(np.asarray(value(x), np.float64), np.asarray(value(w), np.float64), SIZES)
+    want = by_experts(exact(value(x)), exact(value(w)), SIZES)
     assert error_of(got, want) <= 1e-6 and got.dtype == jnp.float32
     np.testing.assert_array_equal(got[END:], 0)
 
@@ -72,7 +61,7 @@ def test_every_mix_of_operands_in_the_contraction(left, right):
         for name, operand in ((left, X), (right, DY))
     )
     got = fp4.grouped_matmul(a.mT, b, SIZES)
-    want = contraction_by_experts(np.asarray(value(a), np.float64).T, np.asarray(value(b), np.float64), SIZES)
+    want = contraction_by_experts(exact(value(a)).T, exact(value(b)), SIZES)
     assert got.shape == (G, K, N) and error_of(got, want) <= 1e-6
     np.testing.assert_array_equal(got[1], 0)
 
@@ -110,10 +99,6 @@ def test_dtypes(left, right):
             got = product(dtype)
             assert got.dtype == dtype
             assert error_of(got, want) <= half_ulp + 1e-6
-
-
-def exact(a):
-    return np.asarray(a, np.float64)
 
 
 def test_a_quantized_operand_beside_an_array_takes_its_dtype():
@@ -216,15 +201,17 @@ def test_vmap_of_quantized_operands():
 @pytest.mark.core
 def test_whatever_the_user_forbids():
     """Rank promotion, implicit dtype promotion; and with 64-bit types on."""
-    step = lambda: (  # noqa: E731
-        fp4.grouped_matmul(fp4.quantize(X, group_sizes=SIZES), fp4.quantize(W, axis=0, batch_dims=1), SIZES),
-        fp4.grouped_matmul(fp4.quantize(X, axis=0, group_sizes=SIZES).mT, DY, SIZES),
-    )
-    want = step()
+
+    def step():
+        row, column = fp4.quantize_transpose(X, group_sizes=SIZES)
+        w = fp4.quantize(W, axis=0, batch_dims=1)
+        return fp4.grouped_matmul(row, w, SIZES), fp4.grouped_matmul(column.mT, DY, SIZES)
+
+    want = jax.jit(step)()
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        jax.tree.map(np.testing.assert_array_equal, step(), want)
+        jax.tree.map(np.testing.assert_array_equal, jax.jit(step)(), want)
     with jax.enable_x64(True):
-        for got, same in zip(step(), want, strict=True):
+        for got, same in zip(jax.jit(step)(), want, strict=True):
             assert got.dtype == jnp.float32 and error_of(got, same) <= 1e-6
 
 

@@ -24,9 +24,10 @@ RANKS = {
         5: "_gather _modes _activations _norm",
         6: "_dense",
         7: "_grouped_dense _grouped_mlp _dot_general _layernorm_dense _mlp",
-        8: "_moe",
-        9: "linen nnx export diagnostics report __main__",
-        10: "__init__",
+        8: "_routing",
+        9: "_moe",
+        10: "linen nnx export diagnostics report __main__",
+        11: "__init__",
     }.items()
 }
 RANK = {name: rank for rank, names in RANKS.items() for name in names}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from jax.sharding import PartitionSpec as P
 
-from jax_fp4._moe import combine_tokens, group_tokens, group_weights, route
+from jax_fp4._routing import combine_tokens, group_tokens, group_weights, route
 
 T, K, D, E = 12, 2, 5, 4
 NAN, INF = float("nan"), float("inf")
@@ -270,7 +270,7 @@ def moe(x, w, weights, experts, fold=False):
     return combine_tokens(y, grouped.order, weights)
 
 
-def dense_moe(x, w, weights, experts):
+def dense_routing(x, w, weights, experts):
     """Every expert for every token, and a one-hot mask."""
     gate = jnp.einsum("tke,tk->te", jax.nn.one_hot(experts, w.shape[0]), weights)
     return jnp.einsum("te,tef->tf", gate, jnp.tanh(jnp.einsum("td,edf->tef", x, w)))
@@ -283,7 +283,7 @@ def test_gradients(fold):
     args, experts, c = (normal(T, D), kernels(), normal(T, K, seed=1)), experts_for(), normal(T, D, seed=5)
     assert (experts < 0).any() and (experts >= E).any()
     y, vjp = jax.vjp(lambda *args: moe(*args, experts, fold), *args)
-    expected, expected_vjp = jax.vjp(lambda *args: dense_moe(*args, experts), *args)
+    expected, expected_vjp = jax.vjp(lambda *args: dense_routing(*args, experts), *args)
     np.testing.assert_allclose(y, expected, atol=1e-5)
     for got, want in zip(vjp(c), expected_vjp(c), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
@@ -380,7 +380,7 @@ def test_second_derivative():
     x, experts, weights = normal(T, D), experts_for(), normal(T, K, seed=1)
     hessian = lambda f: jax.jvp(jax.grad(f), (weights,), (jnp.ones_like(weights),))[1]  # noqa: E731
     got = jax.grad(lambda w: jnp.sum(jax.grad(lambda w: jnp.sum(moe(x, kernels(), w, experts) ** 3))(w)))(weights)
-    want = hessian(lambda w: jnp.sum(dense_moe(x, kernels(), w, experts) ** 3))
+    want = hessian(lambda w: jnp.sum(dense_routing(x, kernels(), w, experts) ** 3))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
