@@ -1,11 +1,12 @@
-"""A byte-level transformer language model, trained in bfloat16 or in NVFP4 with a chosen backward mode.
+"""A byte-level mixture-of-experts language model, trained in bfloat16 or in NVFP4 with a chosen backward mode.
 
     python examples/train_lm.py                                          NVFP4, backward mode "default"
     python examples/train_lm.py --recipe nvfp4 --backward-mode dequant
+    python examples/train_lm.py --experts 1                              dense: as many active parameters a token
     python examples/train_lm.py --compare                                bfloat16 and the three modes, side by side
 
 The text is Python's own help (`pydoc_data.topics`), so nothing is downloaded. What makes this an NVFP4 training is the
-class of the dense layers and their `recipe`; parameters, optimizer and train step are those of any Flax model.
+class of the layers and their `recipe`; parameters, optimizer and train step are those of any Flax model.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import Var
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -28,6 +30,7 @@ import jax_fp4 as fp4
 from jax_fp4 import linen as fp4_linen
 
 MODES = ("default", "unquant", "dequant")
+BALANCE = 0.01  # weight of the load-balancing loss, as in Switch Transformer
 
 
 # ---- the model ----
@@ -54,13 +57,18 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 class Block(nn.Module):
-    """A pre-norm decoder layer. Its four dense products follow the recipe."""
+    """A pre-norm decoder layer, x -> (x, load-balancing loss). All its products but the router's follow the recipe.
+
+    With one expert the MLP is dense; with more, each token goes through top_k of them, which together are as wide.
+    """
 
     heads: int
+    experts: int
+    top_k: int
     recipe: Any
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         *batch, width = x.shape
         dense = functools.partial(fp4_linen.Dense, use_bias=False, dtype=x.dtype, recipe=self.recipe)
         last = functools.partial(dense, width, kernel_init=nn.initializers.zeros)  # a layer starts as the identity
@@ -69,36 +77,56 @@ class Block(nn.Module):
         qkv = dense(3 * width, name="qkv")(norm(name="norm1")(x))
         q, k, v = jnp.split(qkv.reshape(*batch, 3 * self.heads, width // self.heads), 3, axis=-2)
         x = x + last(name="out")(attention(q, k, v).reshape(x.shape))
-        h = dense(4 * width, name="up")(norm(name="norm2")(x))
-        return x + last(name="down")(gelu(h))
+        h = norm(name="norm2")(x)
+        if self.experts == 1:
+            return x + last(name="down")(gelu(dense(4 * width, name="up")(h))), jnp.zeros(())
+        mlp = fp4_linen.MoE(
+            self.experts,
+            4 * width // self.top_k,
+            self.top_k,
+            activation="gelu",
+            out_kernel_init=nn.initializers.zeros,
+            dtype=x.dtype,
+            recipe=self.recipe,
+            name="moe",
+        )
+        y, routing = mlp(h)
+        return x + y, routing.aux_loss
 
 
 class LanguageModel(nn.Module):
-    """bytes [b, t] -> float32 logits [b, t, 256]. Embedding and head stay in high precision, as FP4 training does."""
+    """bytes [b, t] -> (float32 logits [b, t, 256], mean load-balancing loss of the layers). Embedding, head and routers
+    stay in high precision, as FP4 training does."""
 
     layers: int
     width: int
     heads: int
+    experts: int
+    top_k: int
     recipe: Any = None
 
     @nn.compact
-    def __call__(self, text: jax.Array) -> jax.Array:
+    def __call__(self, text: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = nn.Embed(256, self.width, dtype=jnp.bfloat16, name="embed")(text)
+        balance = jnp.zeros(())
         for i in range(self.layers):
-            x = Block(self.heads, self.recipe, name=f"block{i}")(x)
+            x, aux_loss = Block(self.heads, self.experts, self.top_k, self.recipe, name=f"block{i}")(x)
+            balance += aux_loss / self.layers
         x = RMSNorm(dtype=jnp.bfloat16, name="norm")(x)
         head = fp4_linen.Dense(256, use_bias=False, dtype=jnp.bfloat16, recipe=fp4.HIGH_PRECISION, name="head")
-        return head(x).astype(jnp.float32)
+        return head(x).astype(jnp.float32), balance
 
 
 def cross_entropy(logits: jax.Array, text: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, text.astype(jnp.int32)).mean()
 
 
-def loss_of(model: LanguageModel, params: Any, text: jax.Array, key: jax.Array | None = None) -> jax.Array:
-    """Mean loss in nats a byte of text [b, t + 1]; `key` is for the stochastic rounding of gradients."""
-    logits: Any = model.apply(params, text[:, :-1], rngs=None if key is None else {"sr": key})
-    return cross_entropy(logits, text[:, 1:])
+def loss_of(model: LanguageModel, params: Any, text: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(what is minimised, mean loss in nats a byte) of text [b, t + 1]; `key` is for the stochastic rounding of
+    gradients."""
+    logits, balance = model.apply(params, text[:, :-1], rngs={"sr": key})
+    loss = cross_entropy(logits, text[:, 1:])
+    return loss + BALANCE * balance, loss
 
 
 # ---- training ----
@@ -124,7 +152,7 @@ def make_step(model: LanguageModel, optimizer: optax.GradientTransformation, see
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: State, text: jax.Array) -> tuple[State, jax.Array]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        loss, gradients = jax.value_and_grad(lambda params: loss_of(model, params, text, key))(state.params)
+        gradients, loss = jax.grad(lambda params: loss_of(model, params, text, key), has_aux=True)(state.params)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
         return State(optax.apply_updates(state.params, updates), optimizer_state, state.step + 1), loss
 
@@ -149,7 +177,7 @@ def held_out_loss(model: LanguageModel, params: Any, text: np.ndarray, args: arg
 
     @jax.jit
     def loss(params, windows):
-        logits: Any = model.apply(params, windows[:, :-1])
+        logits, _ = model.apply(params, windows[:, :-1])
         return cross_entropy(logits[:, half:], windows[:, half + 1 :])
 
     count = max(1, len(starts) // args.batch)
@@ -165,10 +193,11 @@ def residual_bytes(model: LanguageModel, params: Any, text: np.ndarray) -> int:
     """
 
     def residuals(params):
-        return jax.tree.leaves(jax.vjp(lambda p: loss_of(model, p, jnp.asarray(text), jax.random.key(0)), params)[1])
+        key = jax.random.key(0)
+        return jax.tree.leaves(jax.vjp(lambda p: loss_of(model, p, jnp.asarray(text), key)[0], params)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(params).jaxpr
-    kept = {v for v in jaxpr.outvars if v not in set(jaxpr.invars)}
+    kept = {v for v in jaxpr.outvars if isinstance(v, Var)} - set(jaxpr.invars)  # a constant is not kept
     return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
 
 
@@ -183,7 +212,7 @@ class Result(NamedTuple):
 
 def train(name: str, recipe: Any, text: byte_models.Text, args: argparse.Namespace) -> Result:
     begin = time.perf_counter()
-    model = LanguageModel(args.layers, args.width, args.heads, recipe)
+    model = LanguageModel(args.layers, args.width, args.heads, args.experts, args.top_k, recipe)
     optimizer = make_optimizer(args)
     params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.uint8))
     state = State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
@@ -252,7 +281,7 @@ def plot(results: list[Result], orders: list[float], path: Path) -> None:
     axes.set(
         xlabel="step",
         ylabel="training loss, nats a byte (mean of 20 steps)",
-        title="A byte-level transformer on Python's help texts",
+        title="A byte-level mixture of experts on Python's help texts",
     )
     axes.set_ylim(top=min(axes.get_ylim()[1], orders[0] * 1.15))
     axes.spines[["top", "right"]].set_visible(False)
@@ -271,11 +300,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         return int(text)
 
     parser = argparse.ArgumentParser(
-        description="Train a byte-level transformer in bfloat16 or NVFP4 on the English text that ships with Python.",
+        description="Train a byte-level mixture-of-experts transformer in bfloat16 or NVFP4 on the English text that "
+        "ships with Python.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--recipe", choices=["bfloat16", "nvfp4"], default="nvfp4", help="numerics of the dense layers")
+    add("--recipe", choices=["bfloat16", "nvfp4"], default="nvfp4", help="numerics of the layers' products")
     add(
         "--backward-mode",
         choices=MODES,
@@ -290,6 +320,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--layers", type=positive, default=2, help="decoder layers")
     add("--width", type=positive, default=256, help="width of the residual stream")
     add("--heads", type=positive, default=4, help="attention heads")
+    add("--experts", type=positive, default=8, help="MLPs of a layer; 1 is a dense layer")
+    add("--top-k", type=positive, default=2, help="experts of a token; together they are 4 x width wide")
     add("--batch", type=positive, default=16, help="sequences a step")
     add("--context", type=positive, default=128, help="bytes a sequence")
     add("--learning-rate", type=float, default=1.5e-3, help="peak, after the warm-up")
@@ -306,6 +338,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if args.width % (2 * args.heads):
         parser.error(
             f"--width {args.width} needs to be a multiple of 2 x --heads = {2 * args.heads}: a head has an even width"
+        )
+    if args.experts > 1 and args.top_k > args.experts:
+        parser.error(f"--top-k {args.top_k} needs to be at most --experts {args.experts}: a token's experts differ")
+    if args.experts > 1 and 4 * args.width % args.top_k:
+        parser.error(
+            f"--top-k {args.top_k} needs to divide 4 x --width = {4 * args.width}: experts share that width evenly"
         )
     if args.context % 2:
         parser.error(f"--context {args.context} needs to be even: evaluation windows overlap by half")

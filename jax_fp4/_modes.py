@@ -49,9 +49,10 @@ def is_kept(part) -> bool:
 
 
 class Planes(NamedTuple):
-    """An operand for the forward and, only in the default mode and where it is needed, for the backward."""
+    """An operand for the forward (an array where nothing is quantized) and, only in the default mode and where it is
+    needed, for the backward."""
 
-    forward: QuantizedTensor
+    forward: Any
     backward: QuantizedTensor | None = None
 
 
@@ -97,10 +98,10 @@ def multiply(
     x: Planes, kernel: Planes, dtype, group_sizes=None, *, compute, bias=None, bias_weights=None
 ) -> Float[Array, "m n"]:
     """y = x w + b, [m,n] = [m,k] @ [k,n], or for each group [m,n] = [m,k] @ [g,k,n]."""
-    x, w = x.forward, kernel.forward
+    lhs, rhs = x.forward, kernel.forward
     if group_sizes is None:
-        return product(x, w, dtype, bias)
-    return grouped_product(x, w, group_sizes, dtype, compute=compute, bias=bias, bias_weights=bias_weights)
+        return product(lhs, rhs, dtype, bias)
+    return grouped_product(lhs, rhs, group_sizes, dtype, compute=compute, bias=bias, bias_weights=bias_weights)
 
 
 def residuals(
@@ -110,6 +111,7 @@ def residuals(
     mode = mode_of(recipe)
     match mode:
         case BackwardMode.DEFAULT:
+            assert recipe is not None
             for_dw = keep(qx.backward, lambda: planes_of_x(x, recipe, True, group_sizes).backward)
             for_dx = keep(qw.backward, lambda: _plane_along_n(kernel, recipe, x.dtype))
         case BackwardMode.UNQUANT:

@@ -22,6 +22,7 @@ def normal(seed, *shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
+PRODUCT = jax.jit(fp4.grouped_matmul, static_argnames="preferred_element_type")
 X, W, DY = normal(1, M, K), normal(2, G, K, N), normal(3, M, N)
 
 
@@ -45,7 +46,7 @@ def value(operand):
 def test_every_mix_of_operands(left, right):
     """Rows quantized in groups, as one tensor or row by row; matrices by tile, row or column: each with its scales."""
     x, w = OPERANDS[left][0](X), OPERANDS[right][1](W)
-    got = fp4.grouped_matmul(x, w, SIZES)
+    got = PRODUCT(x, w, SIZES)
     want = by_experts(exact(value(x)), exact(value(w)), SIZES)
     assert error_of(got, want) <= 1e-6 and got.dtype == jnp.float32
     np.testing.assert_array_equal(got[END:], 0)
@@ -60,7 +61,7 @@ def test_every_mix_of_operands_in_the_contraction(left, right):
         operand if name == "array" else fp4.quantize(operand, axis=0, group_sizes=SIZES, **flags[name])
         for name, operand in ((left, X), (right, DY))
     )
-    got = fp4.grouped_matmul(a.mT, b, SIZES)
+    got = PRODUCT(a.mT, b, SIZES)
     want = contraction_by_experts(exact(value(a)).T, exact(value(b)), SIZES)
     assert got.shape == (G, K, N) and error_of(got, want) <= 1e-6
     np.testing.assert_array_equal(got[1], 0)
@@ -83,14 +84,16 @@ def test_transposes_meet_in_groups():
     assert not np.asarray(y[END:]).any() and not np.asarray(dx[END:]).any()
 
 
-@pytest.mark.parametrize("left", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("right", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [("float32",) * 2, ("bfloat16",) * 2, ("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
+)
 def test_dtypes(left, right):
     """The result is rounded once from a float32 sum of the operands as they are; its type is the promoted one."""
     x, w, dy = X.astype(left), W.astype(right), DY.astype(right)
     products = (
-        (lambda t: fp4.grouped_matmul(x, w, SIZES, preferred_element_type=t), by_experts(exact(x), exact(w), SIZES)),
-        (lambda t: fp4.grouped_matmul(x.T, dy, SIZES, preferred_element_type=t),
+        (lambda t: PRODUCT(x, w, SIZES, preferred_element_type=t), by_experts(exact(x), exact(w), SIZES)),
+        (lambda t: PRODUCT(x.T, dy, SIZES, preferred_element_type=t),
          contraction_by_experts(exact(x).T, exact(dy), SIZES)),
     )  # fmt: skip
     for product, want in products:
@@ -103,7 +106,7 @@ def test_dtypes(left, right):
 
 def test_a_quantized_operand_beside_an_array_takes_its_dtype():
     x, w = X.astype(jnp.bfloat16), fp4.quantize(W, axis=0, batch_dims=1)
-    got = fp4.grouped_matmul(x, w, SIZES, preferred_element_type=jnp.float32)
+    got = PRODUCT(x, w, SIZES, preferred_element_type=jnp.float32)
     want = by_experts(exact(x), exact(fp4.dequantize(w, jnp.bfloat16)), SIZES)
     assert error_of(got, want) <= 1e-6
 
@@ -141,7 +144,9 @@ def test_second_derivatives(dtype):
 
     def squares(product):
         inner = jax.grad(lambda x, w: (product(x, w, SIZES).astype(jnp.float32) ** 3).sum(), (0, 1))
-        return jax.grad(lambda x, w: sum((d.astype(jnp.float32) ** 2).sum() for d in inner(x, w)), (0, 1))(x, w)
+        return jax.jit(jax.grad(lambda x, w: sum((d.astype(jnp.float32) ** 2).sum() for d in inner(x, w)), (0, 1)))(
+            x, w
+        )
 
     tolerance = 1e-5 if dtype == "float32" else 0.02
     for got, want in zip(squares(fp4.grouped_matmul), squares(by_experts), strict=True):
@@ -156,7 +161,7 @@ def test_gradients_beside_a_quantized_operand():
         (lambda w: fp4.grouped_matmul(qx, w, SIZES), lambda w: by_experts(value(qx), w, SIZES), W),
     )
     for f, g, a in cases:
-        got, want = (jax.grad(lambda a, f=f: (f(a) * DY).sum())(a) for f in (f, g))
+        got, want = (jax.jit(jax.grad(lambda a, f=f: (f(a) * DY).sum()))(a) for f in (f, g))
         assert error_of(got, want) <= 1e-6
     q = fp4.quantize(X, axis=0, group_sizes=SIZES)
     got = jax.grad(lambda dy: (fp4.grouped_matmul(q.mT, dy, SIZES) * W).sum())(DY)
@@ -181,7 +186,7 @@ def test_vmap(axes):
     got = jax.jit(jax.vmap(fp4.grouped_matmul, axes))(*arguments)
     for i in range(3):
         own = [a[i] if axis == 0 else a for a, axis in zip(arguments, axes, strict=True)]
-        assert error_of(got[i], fp4.grouped_matmul(*own)) <= 1e-6
+        assert error_of(got[i], PRODUCT(*own)) <= 1e-6
 
 
 def test_vmap_of_quantized_operands():
@@ -192,6 +197,7 @@ def test_vmap_of_quantized_operands():
         row, column = fp4.quantize_transpose(x, group_sizes=sizes)
         return fp4.grouped_matmul(row, w, sizes), fp4.grouped_matmul(column.mT, column, sizes)
 
+    step = jax.jit(step)
     got = jax.jit(jax.vmap(step))(x, sizes)
     for i in range(3):
         for a, b in zip(got, step(x[i], sizes[i]), strict=True):
@@ -226,45 +232,45 @@ def test_numpy_operands():
 # --- bad input ---
 
 QX, QW = fp4.quantize(X, group_sizes=SIZES), fp4.quantize(W, axis=0, batch_dims=1)
+RUN = fp4.grouped_matmul
 COLUMNS = fp4.quantize(X, axis=0, group_sizes=SIZES)
 TRANSFORMED = fp4.quantize(X, axis=0, group_sizes=SIZES, hadamard=True)
-PRODUCT = fp4.grouped_matmul
-CHANGED = jax.jit(lambda s: PRODUCT(QX, QW, s))  # other values may hide in a traced argument: not seen, not refused
+CHANGED = jax.jit(lambda s: RUN(QX, QW, s))  # other values may hide in a traced argument: not seen, not refused
 
 
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: PRODUCT(X.astype(int), W, SIZES), TypeError, "lhs is an array of int32"),
-        (lambda: PRODUCT(X, W.astype(jnp.int8), SIZES), TypeError, "rhs is an array of int8"),
-        (lambda: PRODUCT(np.ones((3, 4)), W, SIZES), TypeError, "lhs is an array of float64"),
-        (lambda: PRODUCT([1.0], W, SIZES), TypeError, "lhs is a list; needs an array"),
-        (lambda: PRODUCT(X, W, SIZES, preferred_element_type=jnp.int8), TypeError, "element_type is int8"),
-        (lambda: PRODUCT(X, W, [8, 0, 33, 20]), TypeError, "group_sizes is of type list; needs an int32 array"),
-        (lambda: PRODUCT(X, W, SIZES.astype(jnp.float32)), TypeError, "group_sizes is of type float32"),
-        (lambda: PRODUCT(X, W, SIZES.astype(jnp.uint32)), TypeError, "group_sizes is of type uint32"),
-        (lambda: PRODUCT(X, W, SIZES[:3]), ValueError, r"group_sizes is of shape \(3,\); needs \(4,\)"),
-        (lambda: PRODUCT(X, W, SIZES[None]), ValueError, r"group_sizes is of shape \(1, 4\); needs \(4,\)"),
-        (lambda: PRODUCT(X.T, DY, SIZES[None]), ValueError, r"group_sizes is of shape \(1, 4\); needs \[g\]"),
-        (lambda: PRODUCT(X[0], W, SIZES), ValueError, r"lhs is of shape \(40,\); needs at least two axes"),
-        (lambda: PRODUCT(X[None], W, SIZES), ValueError, r"lhs and rhs is of shapes \(1, 70, 40\).*x.reshape"),
-        (lambda: PRODUCT(X, W[None], SIZES), ValueError, r"and \(1, 4, 40, 24\); needs \[m, k\] and \[g, k, n\]"),
-        (lambda: PRODUCT(X[:, 1:], W, SIZES), ValueError, r"rhs is of shape \(4, 40, 24\); needs 39 rows"),
-        (lambda: PRODUCT(X.T, DY[1:], SIZES), ValueError, r"rhs is of shape \(69, 24\); needs 70 rows"),
-        (lambda: PRODUCT(QX.mT, W, SIZES), ValueError, "lhs is blocked along axis 0; needs axis=-1"),
-        (lambda: PRODUCT(X, fp4.quantize(W, batch_dims=1), SIZES), ValueError, "rhs is blocked along axis -1; needs"),
-        (lambda: PRODUCT(X, fp4.quantize(W.mT).mT, SIZES), ValueError, "needs an amax for each group.*batch_dims=1"),
-        (lambda: PRODUCT(fp4.quantize(X, axis=0).mT, COLUMNS, SIZES), ValueError, "lhs is Quan.*groups along its blo"),
-        (lambda: PRODUCT(X.T, fp4.quantize(X, axis=0), SIZES), ValueError, "rhs is Quant.*; needs groups along its b"),
-        (lambda: PRODUCT(X.T, QX.mT, SIZES), ValueError, "needs 70 rows|groups along its blocks"),
-        (lambda: PRODUCT(COLUMNS.mT, normal(0, G, M, N), SIZES), ValueError, "lhs is Quan.*needs groups along its row"),
-        (lambda: PRODUCT(QX, W, OTHER), ValueError, r"is \[ 8  0 32 21\] beside lhs.group_sizes \[ 8  0 33"),
-        (lambda: PRODUCT(X.T, COLUMNS, OTHER), ValueError, "beside rhs.group_sizes .*needs the sizes of the operand"),
-        (lambda: PRODUCT(QX, W[:3], SIZES[:3]), ValueError, "group_sizes is .*needs the sizes of the operand"),
-        (lambda: PRODUCT(TRANSFORMED.mT, COLUMNS, SIZES), ValueError, "hadamard is True of lhs and False of rhs"),
-        (lambda: PRODUCT(TRANSFORMED.mT, DY, SIZES), ValueError, "both or neither"),
-        (lambda: PRODUCT(X.T, TRANSFORMED, SIZES), ValueError, "both or neither"),
-        (lambda: PRODUCT(dataclasses.replace(QX, format="mxfp8"), W, SIZES), ValueError, "lhs.format is 'mxfp8'"),
+        (lambda: RUN(X.astype(int), W, SIZES), TypeError, "lhs is an array of int32"),
+        (lambda: RUN(X, W.astype(jnp.int8), SIZES), TypeError, "rhs is an array of int8"),
+        (lambda: RUN(np.ones((3, 4)), W, SIZES), TypeError, "lhs is an array of float64"),
+        (lambda: RUN([1.0], W, SIZES), TypeError, "lhs is a list; needs an array"),
+        (lambda: RUN(X, W, SIZES, preferred_element_type=jnp.int8), TypeError, "element_type is int8"),
+        (lambda: RUN(X, W, [8, 0, 33, 20]), TypeError, "group_sizes is of type list; needs an int32 array"),
+        (lambda: RUN(X, W, SIZES.astype(jnp.float32)), TypeError, "group_sizes is of type float32"),
+        (lambda: RUN(X, W, SIZES.astype(jnp.uint32)), TypeError, "group_sizes is of type uint32"),
+        (lambda: RUN(X, W, SIZES[:3]), ValueError, r"group_sizes is of shape \(3,\); needs \(4,\)"),
+        (lambda: RUN(X, W, SIZES[None]), ValueError, r"group_sizes is of shape \(1, 4\); needs \(4,\)"),
+        (lambda: RUN(X.T, DY, SIZES[None]), ValueError, r"group_sizes is of shape \(1, 4\); needs \[g\]"),
+        (lambda: RUN(X[0], W, SIZES), ValueError, r"lhs is of shape \(40,\); needs at least two axes"),
+        (lambda: RUN(X[None], W, SIZES), ValueError, r"lhs and rhs is of shapes \(1, 70, 40\).*x.reshape"),
+        (lambda: RUN(X, W[None], SIZES), ValueError, r"and \(1, 4, 40, 24\); needs \[m, k\] and \[g, k, n\]"),
+        (lambda: RUN(X[:, 1:], W, SIZES), ValueError, r"rhs is of shape \(4, 40, 24\); needs 39 rows"),
+        (lambda: RUN(X.T, DY[1:], SIZES), ValueError, r"rhs is of shape \(69, 24\); needs 70 rows"),
+        (lambda: RUN(QX.mT, W, SIZES), ValueError, "lhs is blocked along axis 0; needs axis=-1"),
+        (lambda: RUN(X, fp4.quantize(W, batch_dims=1), SIZES), ValueError, "rhs is blocked along axis -1; needs"),
+        (lambda: RUN(X, fp4.quantize(W.mT).mT, SIZES), ValueError, "needs an amax for each group.*batch_dims=1"),
+        (lambda: RUN(fp4.quantize(X, axis=0).mT, COLUMNS, SIZES), ValueError, "lhs is Quan.*groups along its blo"),
+        (lambda: RUN(X.T, fp4.quantize(X, axis=0), SIZES), ValueError, "rhs is Quant.*; needs groups along its b"),
+        (lambda: RUN(X.T, QX.mT, SIZES), ValueError, "needs 70 rows|groups along its blocks"),
+        (lambda: RUN(COLUMNS.mT, normal(0, G, M, N), SIZES), ValueError, "lhs is Quan.*needs groups along its row"),
+        (lambda: RUN(QX, W, OTHER), ValueError, r"is \[ 8  0 32 21\] beside lhs.group_sizes \[ 8  0 33"),
+        (lambda: RUN(X.T, COLUMNS, OTHER), ValueError, "beside rhs.group_sizes .*needs the sizes of the operand"),
+        (lambda: RUN(QX, W[:3], SIZES[:3]), ValueError, "group_sizes is .*needs the sizes of the operand"),
+        (lambda: RUN(TRANSFORMED.mT, COLUMNS, SIZES), ValueError, "hadamard is True of lhs and False of rhs"),
+        (lambda: RUN(TRANSFORMED.mT, DY, SIZES), ValueError, "both or neither"),
+        (lambda: RUN(X.T, TRANSFORMED, SIZES), ValueError, "both or neither"),
+        (lambda: RUN(dataclasses.replace(QX, format="mxfp8"), W, SIZES), ValueError, "lhs.format is 'mxfp8'"),
     ],
 )  # fmt: skip
 def test_bad_input(call, error, says):
@@ -273,5 +279,5 @@ def test_bad_input(call, error, says):
 
 
 def test_traced_sizes_are_trusted():
-    np.testing.assert_array_equal(CHANGED(SIZES), PRODUCT(QX, QW, SIZES))
+    np.testing.assert_array_equal(CHANGED(SIZES), RUN(QX, QW, SIZES))
     assert CHANGED(OTHER).shape == (M, N)
