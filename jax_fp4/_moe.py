@@ -5,10 +5,12 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jax_fp4._activations import Activation
+from jax_fp4._arguments import check_float
+from jax_fp4._dense import check_kernel, check_x
 from jax_fp4._dot_general import draws
 from jax_fp4._errors import message
 from jax_fp4._grouped_mlp import grouped_mlp
-from jax_fp4._recipe import Recipe, RecipeChoice, resolve
+from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, resolve
 from jax_fp4._routing import Routing, combine_tokens, group_tokens, group_weights, route
 
 ROUTING = ("score", "normalize", "groups", "top_groups", "scale")  # of `route`, what a layer has as its settings
@@ -44,12 +46,18 @@ def moe(
     output is kept for their gradient. y has x's dtype. Add `routing.aux_loss`, times a small factor, to the loss.
     Raises TypeError, ValueError or UnsupportedError as the four functions do.
     """
-    experts = w_in[1] if isinstance(w_in, tuple) else w_in
-    if logits.shape[-1:] != experts.shape[:1]:
-        why, fix = f"w_in {experts.shape} holds that many experts", "logits = x @ router [d, g]"
-        raise ValueError(message("moe", "logits", f"of shape {logits.shape}", f"{experts.shape[0]} columns", why, fix))
+    op = "moe"
+    check_recipe(op, recipe)
+    check_recipe(op, out_recipe, "out_recipe")
+    check_x(op, x)
+    g, *_ = shape = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped=True)
+    check_float(op, "logits", logits)
+    if logits.shape != (*x.shape[:-1], g):
+        why = f"each token of x {x.shape} has one for each expert of w_in {shape}"
+        needs, fix = f"{(*x.shape[:-1], g)}", "logits = x @ router [d, g]"
+        raise ValueError(message(op, "logits", f"of shape {logits.shape}", needs, why, fix))
     chosen = route(logits, top_k, **routing)
-    rows, group_sizes, order = group_tokens(x, chosen.experts, logits.shape[-1])
+    rows, group_sizes, order = group_tokens(x, chosen.experts, g)
     y = grouped_mlp(
         rows,
         w_in,

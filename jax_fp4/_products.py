@@ -106,22 +106,26 @@ def along_last(bias: Float[Array, " n"], ndim: int):
     return bias.reshape((1,) * (ndim - 1) + bias.shape)
 
 
-def grouped_product(lhs, rhs, group_sizes, dtype, *, compute=None, bias=None, bias_weights=None):
+def grouped_product(
+    lhs, rhs, group_sizes, dtype, *, compute=None, bias=None, bias_weights=None, transposed: bool = False
+):
     """`grouped_matmul` without its checks. compute: what operands of a high-precision product are rounded to. A bias
     [g, n] is added in float32 before the cast to `dtype`, times the float32 weight [m] of each row if there are any.
-    A quantized operand beside an array may be blocked along either axis."""
+    A quantized operand beside an array may be blocked along either axis. transposed: rhs is the transpose of an array
+    in memory (dx = dy @ w.mT), which is then read as it lies; otherwise XLA writes the transpose of all experts."""
     _check_transforms("grouped_matmul", lhs, rhs)
     if compute is None:
         compute = jnp.promote_types(lhs.dtype, rhs.dtype)
         for operand, other in ((lhs, rhs), (rhs, lhs)):
             compute = operand.dtype if isinstance(other, QuantizedTensor) else compute
-    static = _Static(jnp.dtype(dtype), jnp.dtype(compute))
+    static = _Static(jnp.dtype(dtype), jnp.dtype(compute), transposed)
     return _grouped(lhs, rhs, bias, bias_weights, group_sizes, static)
 
 
 class _Static(NamedTuple):
     dtype: np.dtype
     compute: np.dtype
+    transposed: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -151,7 +155,7 @@ def _grouped_bwd(static: _Static, residuals, dy):
     rows, is_array = rhs.ndim == 3, lambda operand: not isinstance(operand, QuantizedTensor)
     # Through _grouped: the loops themselves carry words, of which every derivative would silently be zero.
     if rows and is_array(lhs):  # [m,k] = [m,n] @ [g,n,k]
-        d_lhs = _grouped(dy, rhs.mT, None, None, group_sizes, to_lhs)
+        d_lhs = _grouped(dy, rhs.mT, None, None, group_sizes, to_lhs._replace(transposed=not static.transposed))
     if rows and is_array(rhs):  # [g,k,n] = [k,m] @ [m,n]
         d_rhs = _grouped(lhs.mT, dy, None, None, group_sizes, to_rhs)
     if not rows and is_array(lhs):  # [m,k] = [m,n] @ [g,n,k]
@@ -192,12 +196,15 @@ def _rows(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     else:
         a = _values(lhs, static.compute)
     of_rows = column, None if bias_weights is None else bias_weights[:, None]
+    contracted = 0
+    if static.transposed and not isinstance(rhs, QuantizedTensor):
+        rhs, contracted = rhs.mT, 1  # of a transpose: XLA cancels the two
     of_groups = rhs, row, None if bias is None else bias.astype(jnp.float32)[:, None]
 
     def weight(group):
         w = group[0]
         if not isinstance(w, QuantizedTensor):
-            return w.astype(static.compute), 0
+            return w.astype(static.compute), contracted
         if both:
             return decode(w, jnp.bfloat16, PACK * w.codes.shape[-1], product_form=True), 1  # stored [n, k]
         return decode(w, static.compute, w.extent), 1 if w.axis == 0 else 0

@@ -83,19 +83,24 @@ def contraction(
     m, groups = lhs.shape[axis], out.shape[0]
     if m == 0 or 0 in out.shape:
         return jnp.zeros(out.shape, out.dtype)
-    tile = tile_rows(m, groups)
+    small, large = tile_rows(m, groups), min(LARGEST, m)
 
     def of_group(e, dw):
         start, end = where.starts[e], where.ends[e]
 
-        def of_tile(at):
+        def of_tile(at, tile):
             first, live = _tile(at, end, tile, m)
             # Both are masked: what lies beyond may be NaN, and NaN times 0 is NaN.
             live = live.T if rows_last else live
             a, b = (jnp.where(live, part, 0) for part in _slices((lhs, rhs), first, tile, axis))
             return lax.dot_general(a, b, (((axis,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
-        acc = _tiles(start + tile, end, tile, lambda at, acc: acc + of_tile(at), of_tile(start))
+        def of_tiles(tile):
+            return _tiles(start + tile, end, tile, lambda at, acc: acc + of_tile(at, tile), of_tile(start, tile))
+
+        # Each tile more reads and writes all of acc: many rows go in large ones.
+        few = end - start <= small
+        acc = lax.cond(few, lambda: of_tile(start, small), lambda: of_tiles(large)) if small < large else of_tiles(large)
         new = _as_words(finish(acc, _at(of_groups, e)).astype(out.dtype))
         return lax.dynamic_update_slice_in_dim(dw, new[None], e, 0)
 

@@ -136,6 +136,11 @@ class GroupedDense(nn.Module):
             return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
 
 
+def _widened_kernel(x, kernel, bias, *, dtype=None):
+    """For a product of x as it is and a float32 kernel: in float32, and what is kept for its backward is x as it is."""
+    return x, kernel.astype(jnp.float32), bias
+
+
 @no_type_check
 class MoE(nn.Module):
     """A dropless mixture of experts: x [..., d] -> (y [..., out_features], Routing).
@@ -190,7 +195,8 @@ class MoE(nn.Module):
         router = Dense(
             g,
             use_bias=False,
-            dtype=jnp.float32,
+            promote_dtype=_widened_kernel,
+            precision="highest",
             param_dtype=self.param_dtype,
             kernel_init=self.router_init,
             recipe=self.router_recipe,

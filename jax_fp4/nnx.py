@@ -138,6 +138,12 @@ class GroupedLinear(nnx.Module):
         return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
 
 
+def _widened_kernel(operands, *, dtype=None):
+    """For a product of x as it is and a float32 kernel: in float32, and what is kept for its backward is x as it is."""
+    x, kernel, bias = operands
+    return x, kernel.astype(jnp.float32), bias
+
+
 @no_type_check
 class MoE(nnx.Module):
     """A dropless mixture of experts: x [..., in_features] -> (y [..., out_features], Routing).
@@ -186,9 +192,16 @@ class MoE(nnx.Module):
         check_recipe("MoE", out_recipe, "out_recipe")
         hidden = features * (2 if activation_of("MoE", activation).gated else 1)
         out = in_features if out_features is None else out_features
-        dtypes = dict(dtype=jnp.float32, param_dtype=param_dtype)
         self.router = Linear(
-            in_features, num_experts, use_bias=False, kernel_init=router_init, rngs=rngs, recipe=router_recipe, **dtypes
+            in_features,
+            num_experts,
+            use_bias=False,
+            param_dtype=param_dtype,
+            promote_dtype=_widened_kernel,
+            precision="highest",
+            kernel_init=router_init,
+            rngs=rngs,
+            recipe=router_recipe,
         )
 
         def param(init, shape, metadata):

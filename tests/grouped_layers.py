@@ -26,7 +26,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 def gradients(layer, dy, **arrays):
     """y, and by name the gradient of every argument that is an array (None and frozen kernels have none)."""
-    free = {name: a for name, a in arrays.items() if isinstance(a, jax.Array)}
+    free = {name: a for name, a in arrays.items() if isinstance(a, jax.Array | np.ndarray)}
     y, pull = jax.vjp(lambda free: layer(**(arrays | free)), free)
     return {"y": y} | pull(dy)[0]
 
@@ -35,7 +35,12 @@ def poisoned(a, sizes, value=np.nan):
     """`a` with `value` in every row that no group has."""
     a = np.array(a)
     a[total(sizes, len(a)) :] = value
-    return jnp.asarray(a)
+    return a
+
+
+def in_numpy(fn):
+    """`fn` with its results in NumPy, where a slice compiles nothing."""
+    return lambda *args, **kwargs: jax.tree.map(np.asarray, fn(*args, **kwargs))
 
 
 def same(got, want):

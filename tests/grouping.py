@@ -26,7 +26,7 @@ CASES = {
 def slices(sizes, m: int) -> list[slice]:
     """The rows of each group."""
     found, start = [], 0
-    for size in sizes:
+    for size in np.asarray(sizes):  # also of a jax array under a trace
         end = min(start + max(int(size), 0), m)
         found.append(slice(start, end))
         start = end

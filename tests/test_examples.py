@@ -76,16 +76,29 @@ def test_compare_trains_every_mode_and_saves_the_plot(tmp_path, capsys):
     first = [r.losses[0] for r in results]
     assert max(first) - min(first) < 0.02
     assert len({r.held_out for r in results}) == 4
-    kept = {r.name: r.residual_bytes for r in results}
-    assert max(kept["nvfp4 default"], kept["nvfp4 dequant"]) < min(kept["bfloat16"], kept["nvfp4 unquant"])
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     for word in ("sha256", "order-0", "order-1", "order-2", "nvfp4 dequant", "bits/byte"):
         assert word in printed
 
 
-def test_one_recipe_as_a_script(tmp_path):
-    command = [sys.executable, EXAMPLES / "train_lm.py", *TINY, "--recipe", "bfloat16", "--out", tmp_path]
+@pytest.mark.parametrize("experts", ["1", "8"])
+def test_packed_operands_take_less_memory(experts):
+    """At the size of the demo, where there are more tokens than rows of weights."""
+    args = train_lm.parse(["--compare", "--experts", experts])
+    kept = {}
+    for name, recipe in train_lm.runs(args).items():
+        model = train_lm.LanguageModel(1, args.width, args.heads, args.experts, args.top_k, recipe)
+        params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, args.context), jnp.uint8))
+        text = np.zeros((args.batch, args.context + 1), np.uint8)
+        kept[name] = train_lm.residual_bytes(model, params, text)
+    assert max(kept["nvfp4 default"], kept["nvfp4 dequant"]) < min(kept["bfloat16"], kept["nvfp4 unquant"])
+
+
+@pytest.mark.parametrize("experts", ["1", "2"])
+def test_one_recipe_as_a_script(experts, tmp_path):
+    options = ["--recipe", "bfloat16", "--experts", experts]
+    command = [sys.executable, EXAMPLES / "train_lm.py", *TINY, *options, "--out", tmp_path]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "bfloat16" in result.stdout
@@ -104,6 +117,8 @@ def test_the_environment_chooses_the_backward_mode(monkeypatch):
         (["--steps", "0"], "--steps: needs a whole number above 0"),
         (["--heads", "3"], "--width 256 needs to be a multiple of 2 x --heads = 6"),
         (["--context", "31"], "--context 31 needs to be even"),
+        (["--experts", "2", "--top-k", "3"], "--top-k 3 needs to be at most --experts 2"),
+        (["--top-k", "3"], "--top-k 3 needs to divide 4 x --width = 1024"),
         (["--compare", "--backward-mode", "default"], "leave one of them out"),
         (["--recipe", "bfloat16", "--backward-mode", "default"], "--backward-mode belongs to --recipe nvfp4"),
         (["--learning-rate", "-1"], "--learning-rate -1.0 needs to be above 0"),
@@ -120,25 +135,30 @@ def test_a_context_longer_than_the_text_is_refused():
         train_lm.main(["--context", "60000"])
 
 
-def tiny_model(recipe):
-    return train_lm.LanguageModel(layers=1, width=32, heads=2, recipe=recipe)
+def tiny_model(recipe, experts=1):
+    return train_lm.LanguageModel(layers=1, width=32, heads=2, experts=experts, top_k=2, recipe=recipe)
 
 
-def test_parameters_do_not_depend_on_the_recipe():
+@pytest.mark.parametrize("experts", [1, 4])
+def test_parameters_do_not_depend_on_the_recipe(experts):
     text = jnp.zeros((1, 8), jnp.uint8)
-    trees = [jax.jit(tiny_model(recipe).init)(jax.random.key(0), text) for recipe in (None, fp4.NVFP4BlockScaling())]
+    recipes = None, fp4.NVFP4BlockScaling()
+    trees = [jax.jit(tiny_model(recipe, experts).init)(jax.random.key(0), text) for recipe in recipes]
     jax.tree.map(np.testing.assert_array_equal, *trees)
     assert {leaf.dtype for leaf in jax.tree.leaves(trees[0])} == {jnp.dtype("float32")}
 
 
-def test_a_byte_sees_only_what_is_before_it():
-    model = tiny_model(None)
+@pytest.mark.parametrize("experts", [1, 4])
+def test_a_byte_sees_only_what_is_before_it(experts):
+    model = tiny_model(None, experts)
     text = np.arange(16, dtype=np.uint8)[None]
     params = jax.jit(model.init)(jax.random.key(0), text)
     params = jax.tree.map(lambda p: p + 0.1 * np.random.default_rng(0).normal(size=p.shape), params)  # no layer is 0
     changed = text.copy()
     changed[0, 8] = 200
-    a, b = jax.jit(jax.vmap(model.apply, (None, 0)))(params, np.stack([text, changed]))
+    a, b = jax.jit(jax.vmap(lambda params, text: model.apply(params, text)[0], (None, 0)))(
+        params, np.stack([text, changed])
+    )
     np.testing.assert_array_equal(a[0, :8], b[0, :8])
     assert (a[0, 8:] != b[0, 8:]).any(axis=-1).all()
 
@@ -149,7 +169,7 @@ def test_residual_bytes_leave_parameters_out():
     class Linear(nn.Module):
         @nn.compact
         def __call__(self, text):
-            return nn.Dense(256, use_bias=False)(jax.nn.one_hot(text, 256))
+            return nn.Dense(256, use_bias=False)(jax.nn.one_hot(text, 256)), 0.0  # no experts to balance
 
     model, text = Linear(), np.zeros((2, 9), np.uint8)
     params = jax.jit(model.init)(jax.random.key(0), text[:, :-1])
