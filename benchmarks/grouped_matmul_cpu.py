@@ -5,7 +5,9 @@
 bfloat16 [rows, width] x [groups, width, width], sizes even or after Zipf. The dense dot has the same total size and
 orientation, and is measured again beside every row: calls alternate, so that noise meets both. "of dense" is its time
 over ours, of medians (of minima in brackets), "x ragged_dot" the time of jax.lax.ragged_dot over ours; on CPU that
-multiplies all rows by all matrices. Quantized operands are quantized beforehand. --quick leaves ragged_dot to g = 16.
+multiplies all rows by all matrices. Quantized operands are quantized beforehand. The input gradient of arrays is
+jax.vjp's, which reads w as it lies; an explicit grouped_matmul(dy, w.mT) has XLA write w.mT first. Last comes the time
+to make a result of zeros: less than that no weight gradient takes. --quick leaves ragged_dot to g = 16.
 """
 
 import argparse
@@ -59,6 +61,7 @@ def dense(lhs_axis: int, rhs_axis: int):
 DENSE = {"forward": dense(1, 0), "input gradient": dense(1, 1), "weight gradient": dense(0, 0)}
 OURS = jax.jit(lambda a, b, s: fp4.grouped_matmul(a, b, s, preferred_element_type=jnp.bfloat16))
 TRANSPOSED = jax.jit(lambda a, b, s: fp4.grouped_matmul(a, b.mT, s, preferred_element_type=jnp.bfloat16))
+GRADIENT = jax.jit(lambda dy, w, s: jax.vjp(lambda x: fp4.grouped_matmul(x, w, s), dy)[1](dy)[0])  # square: dy for x
 CONTRACTED = jax.jit(lambda a, b, s: fp4.grouped_matmul(a.mT, b, s, preferred_element_type=jnp.bfloat16))
 RAGGED = jax.jit(lax.ragged_dot)
 RAGGED_TRANSPOSED = jax.jit(lambda a, b, s: lax.ragged_dot(a, b.mT, s))
@@ -75,7 +78,7 @@ def rows_of(groups: int, sizes, x, w, dy, quick: bool) -> dict[tuple[str, str], 
     qw, qw_t = fp4.quantize_transpose(w, block=(16, 16), batch_dims=1)
     products = {
         "forward": (OURS, RAGGED, (x, w), (qx, qw_t), (x, w[0])),
-        "input gradient": (TRANSPOSED, RAGGED_TRANSPOSED, (dy, w), (qdy, qw), (dy, w[0])),
+        "input gradient": (GRADIENT, RAGGED_TRANSPOSED, (dy, w), (qdy, qw), (dy, w[0])),
         "weight gradient": (CONTRACTED, RAGGED_CONTRACTED, (x, dy), (qx_t, qdy_t), (x, dy)),
     }
     found: dict[tuple[str, str], dict[str, Callable]] = {}
@@ -87,6 +90,7 @@ def rows_of(groups: int, sizes, x, w, dy, quick: bool) -> dict[tuple[str, str], 
         }
         if groups == 16 or not quick:
             found[name, "bfloat16"]["ragged_dot"] = lambda ragged=ragged, arrays=arrays: ragged(*arrays, sizes)
+        ours = TRANSPOSED if ours is GRADIENT else ours
         found[name, "NVFP4"] = {
             "dense": lambda dot=dot, one=one: dot(*one),
             "ours": lambda ours=ours, quantized=quantized: ours(*quantized, sizes),
@@ -118,6 +122,16 @@ def measure(rows: int, width: int, repeats: int, quick: bool) -> None:
             tqdm.write(f"{label:52}{ours:8.1f}{flops / ours / 1e6:9.0f}{ratio:>16}{OF_DENSE:>7}{ragged:>14}{needs:>7}")
 
 
+def zeros(width: int, repeats: int) -> None:
+    """What the result of a weight gradient costs by itself: fresh memory, touched once."""
+    print()
+    for groups in GROUPS:
+        make = jax.jit(lambda groups=groups: jnp.zeros((groups, width, width), jnp.bfloat16))
+        times = alternating({"zeros": make}, repeats)["zeros"]
+        size = 2 * groups * width * width / 1e6
+        print(f"{f'zeros of {size:.0f} MB, the result of {groups} weight gradients':52}{statistics.median(times):8.1f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4096)
@@ -128,6 +142,7 @@ def main() -> None:
     support = fp4.supported("grouped_matmul", "cpu")
     print(f"jax {jax.__version__}, NumPy {np.__version__}, {os.cpu_count()} cores, {support.reason}")
     measure(options.rows, options.width, options.repeats, options.quick)
+    zeros(options.width, options.repeats)
 
 
 if __name__ == "__main__":

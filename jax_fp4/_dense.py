@@ -85,6 +85,8 @@ def _affine_fwd(x: Any, kernel: Any, bias, seed, group_sizes, static: Static):
     recipe = static.recipe
     if any(needs):
         require_key(static.op, recipe, seed)
+    if needs.x:
+        _modes.require_along_n(static.op, "kernel", kernel, recipe)
     qx, qw = _modes.operands(x, kernel, recipe, needs, group_sizes)
     y = _modes.multiply(qx, qw, static.y_dtype, group_sizes, compute=static.dtype, bias=bias)
     return y, (_modes.residuals(x, kernel, seed, qx, qw, recipe, needs, group_sizes), group_sizes)
@@ -197,13 +199,19 @@ def _check_frozen(op: str, name: str, kernel, grouped: bool) -> None:
         raise ValueError(message(op, name, shown, "one shape", why, fix))
 
 
-def check_padding(op: str, recipe: Recipe | None, k: int, n: int, m: int | None = None) -> None:
+def check_padding(
+    op: str, recipe: Recipe | None, k: int, n: int, m: int | None = None, names: tuple[str, str] = ("x", "kernel")
+) -> None:
     """Under strict(), every extent that the forward or the backward would pad, said at the forward. The rows of groups
-    are data, and padded as they come."""
+    are data, and padded as they come. names: of the arguments with the extents k and n."""
     if recipe is None or not is_strict():
         return
     default = recipe.mode is BackwardMode.DEFAULT
-    extents = {"x": k, **({"kernel": n} if default else {}), **({"x (rows)": m} if default and m is not None else {})}
-    for name, extent in extents.items():
+    extents = [
+        (names[0], k),
+        *([(names[1], n)] if default else []),
+        *([("x (rows)", m)] if default and m is not None else []),
+    ]
+    for name, extent in extents:
         if extent % BLOCK:
             refuse_padding(op, name, f"extent {extent}")

@@ -21,7 +21,7 @@ from jax_fp4._dense import check_bias, check_kernel, check_padding, check_x, ker
 from jax_fp4._errors import message
 from jax_fp4._modes import Needs, Residuals, is_frozen, keep, mode_of
 from jax_fp4._products import is_primal, refuse_perturbed, rows_to_groups, sum_of_groups
-from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, resolve, why_unquantized
+from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, resolve, why_unquantized
 
 
 class Arguments(NamedTuple):
@@ -86,6 +86,7 @@ def grouped_mlp(
     """
     op = "grouped_mlp"
     act = activation_of(op, activation)
+    check_recipe(op, out_recipe, "out_recipe")
     first, second = resolve(op, recipe), resolve(op, recipe if out_recipe is None else out_recipe)
     check_x(op, x)
     g, k, hidden = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped=True)
@@ -105,13 +106,19 @@ def grouped_mlp(
         if probs.shape != x.shape[:-1]:
             why = f"x {x.shape} has a factor for each row"
             raise ValueError(message(op, "probs", f"of shape {probs.shape}", f"{x.shape[:-1]}", why, "probs=None"))
-    for chosen, given, kernel_shape in ((first, recipe, (g, k, hidden)), (second, out_recipe or recipe, shape)):
+    for chosen, given, kernel_shape, names in (
+        (first, recipe, (g, k, hidden), ("x", "w_in")),
+        (second, out_recipe or recipe, shape, ("w_out (rows)", "w_out")),
+    ):
         reason = why_unquantized(given) if chosen is None else ""
         _record.record(_record.LayerEvent(_record.path(), op, x.shape, kernel_shape, chosen, reason))
-        check_padding(op, chosen, *kernel_shape[1:])
+        check_padding(op, chosen, *kernel_shape[1:], names=names)
     m = math.prod(x.shape[:-1])
     arguments = Arguments(x.reshape(m, k), w_in, w_out, b_in, b_out, None if probs is None else probs.reshape(m))
-    seeds = None if key is None else tuple(key_words(op, jax.random.fold_in(key, i)) for i in (0, 1))
+    seeds = None
+    if key is not None:
+        key_words(op, key)  # refuses what is no key in our words, before fold_in does
+        seeds = tuple(key_words(op, jax.random.fold_in(key, i)) for i in (0, 1))
     dtypes = tuple(None if a is None else kernel_dtype(a) for a in arguments)
     static = Static((first, second), act, x.dtype, dtypes)
     y: Any = _mlp(arguments, seeds, jnp.asarray(group_sizes), static)
@@ -134,9 +141,12 @@ def _mlp_fwd(arguments: Any, seeds, group_sizes, static: Static):
     )
     before = perturbed.x or perturbed.w_in or perturbed.b_in  # whatever the first product depends on
     needs = Needs(perturbed.x, perturbed.w_in), Needs(before or perturbed.probs, perturbed.w_out)
-    for recipe, needed in zip(static.recipes, needs, strict=True):
+    kernels = ("w_in", arguments.w_in), ("w_out", arguments.w_out)
+    for recipe, needed, (name, kernel) in zip(static.recipes, needs, kernels, strict=True):
         if any(needed):
             require_key("grouped_mlp", recipe, seeds)
+        if needed.x:
+            _modes.require_along_n("grouped_mlp", name, kernel, recipe)
     return _forward(arguments, seeds, group_sizes, static, *needs)
 
 
@@ -195,4 +205,4 @@ _mlp.defvjp(_mlp_fwd, _mlp_bwd, symbolic_zeros=True)
 
 def _weighted(values: Float[Array, "m f"], probs) -> Float[Array, "m f"]:
     """Each row times its factor, in float32."""
-    return values if probs is None else values * probs.astype(jnp.float32)[:, None]
+    return values if probs is None else values.astype(jnp.float32) * probs.astype(jnp.float32)[:, None]

@@ -70,7 +70,7 @@ def planes_of_kernel(kernel: Any, recipe: Recipe, dtype, both: bool) -> Planes:
     """Q(w) blocked along k and, in the same pass, along n for the default input gradient. float32 master weights are
     rounded to the compute dtype on the way; a frozen kernel is what it is."""
     if is_frozen(kernel):
-        return Planes(along_k(kernel), along_n("dense", kernel) if both else None)
+        return Planes(along_k(kernel), along_n(kernel) if both else None)
     flags: dict[str, Any] = dict(
         block=(BLOCK, BLOCK) if recipe.two_dimensional_weights else (1, BLOCK),
         four_over_six=recipe.four_over_six_of("weights"),
@@ -161,7 +161,7 @@ def _backward_product(lhs, rhs, dtype, compute, group_sizes) -> Array:
     [g,k,n]. What is no array is quantized along the contracted axis beside a quantized dy, and blocked along any axis
     beside dy itself, which it meets in the compute dtype."""
     if group_sizes is not None:
-        return grouped_product(lhs, rhs, group_sizes, dtype, compute=compute)
+        return grouped_product(lhs, rhs, group_sizes, dtype, compute=compute, transposed=rhs.ndim == 3)
     lhs, rhs = (a if isinstance(a, QuantizedTensor) else a.astype(compute) for a in (lhs, rhs))
     return product(lhs, rhs, dtype)
 
@@ -174,22 +174,25 @@ def along_k(kernel: FrozenKernel) -> QuantizedTensor:
     return kernel[1] if isinstance(kernel, tuple) else kernel
 
 
-def along_n(op: str, kernel: FrozenKernel) -> QuantizedTensor:
+def along_n(kernel: FrozenKernel) -> QuantizedTensor:
     """The plane of a frozen kernel that the default input gradient reads: given, or the transposed codes of tiles."""
-    if isinstance(kernel, tuple):
-        return kernel[0]
-    if kernel.block != (BLOCK, BLOCK):
+    return kernel[0] if isinstance(kernel, tuple) else transpose_tiles(kernel)
+
+
+def require_along_n(op: str, name: str, kernel: Any, recipe: Recipe | None) -> None:
+    """Where dx is needed: the default mode reads that plane of a frozen kernel."""
+    default = recipe is not None and recipe.mode is BackwardMode.DEFAULT
+    if default and isinstance(kernel, QuantizedTensor) and kernel.block != (BLOCK, BLOCK):
         raise ValueError(
             message(
                 op,
-                "kernel",
+                name,
                 f"{kernel!r} with block={kernel.block}",
                 "its plane blocked along n too",
                 "backward_mode='default' multiplies dy by it, and only 16 x 16 tiles can be turned",
-                "the pair quantize_transpose(kernel), block=(16, 16), or another backward mode",
+                f"the pair quantize_transpose({name}), block=(16, 16), or another backward mode",
             )
         )
-    return transpose_tiles(kernel)
 
 
 def transpose_tiles(q: QuantizedTensor) -> QuantizedTensor:

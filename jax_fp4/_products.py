@@ -152,14 +152,18 @@ def _grouped_bwd(static: _Static, residuals, dy):
     assert bias_weights is None, "weighted biases are for custom_vjp rules"
     d_lhs = d_rhs = d_bias = None
     to_lhs, to_rhs = (static._replace(dtype=jnp.dtype(operand.dtype)) for operand in (lhs, rhs))
-    rows, is_array = rhs.ndim == 3, lambda operand: not isinstance(operand, QuantizedTensor)
+    rows = rhs.ndim == 3
+
+    def is_array(operand) -> bool:
+        return not isinstance(operand, QuantizedTensor)
+
     # Through _grouped: the loops themselves carry words, of which every derivative would silently be zero.
     if rows and is_array(lhs):  # [m,k] = [m,n] @ [g,n,k]
         d_lhs = _grouped(dy, rhs.mT, None, None, group_sizes, to_lhs._replace(transposed=not static.transposed))
     if rows and is_array(rhs):  # [g,k,n] = [k,m] @ [m,n]
         d_rhs = _grouped(lhs.mT, dy, None, None, group_sizes, to_rhs)
     if not rows and is_array(lhs):  # [m,k] = [m,n] @ [g,n,k]
-        d_lhs = _grouped(rhs, dy.mT, None, None, group_sizes, to_lhs).mT
+        d_lhs = jnp.matrix_transpose(_grouped(rhs, dy.mT, None, None, group_sizes, to_lhs))
     if not rows and is_array(rhs):  # [m,n] = [m,k] @ [g,k,n]
         d_rhs = _grouped(lhs.mT, dy, None, None, group_sizes, to_rhs)
     if bias is not None:
@@ -234,7 +238,8 @@ def _contraction(lhs, rhs, group_sizes, static: _Static):
         factors = column, jnp.swapaxes(row, -1, -2)
 
         def finish(acc, group):
-            return _epilogue(acc, *group, static.dtype, None)
+            column, row = group
+            return _epilogue(acc, column, row, static.dtype, None)
 
         return _ragged.contraction(a, b, columns, factors, out, finish, rows_last=True)
     a, b = _values(lhs, static.compute).mT, _values(rhs, static.compute)

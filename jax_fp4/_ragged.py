@@ -10,6 +10,7 @@ group is masked, at most one tile's work is wasted for each. On CPU three things
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from jax_fp4._groups import Bounds, bounds
 
 SMALLEST, LARGEST = 64, 256  # rows of a tile: below, the dot is slow; above, most of a tile may be mask
+FEW = 32  # rows of the last tile of a group, where they are enough: many small groups gain a sixth
 
 
 def tile_rows(m: int, groups: int) -> int:
@@ -48,12 +50,13 @@ def rows(
     if m == 0 or groups == 0 or n == 0:
         return jnp.zeros(out.shape, out.dtype)
     tile, where = tile_rows(m, groups), bounds(group_sizes, m)
+    few = min(FEW, tile)
 
     def of_group(e, y):
         group = _at(of_groups, e)
         w, contracted = weight(group)
 
-        def of_tile(at, y):
+        def of_tile(tile, at, y):
             first, live = _tile(at, where.ends[e], tile, m)
             a, rest = _slices((lhs, of_rows), first, tile)
             acc = lax.dot_general(a, w, (((1,), (contracted,)), ((), ())), preferred_element_type=jnp.float32)
@@ -61,7 +64,10 @@ def rows(
             old = lax.dynamic_slice_in_dim(y, first, tile)  # of other groups, where the tile reaches over
             return lax.dynamic_update_slice_in_dim(y, jnp.where(live, new, old), first, 0)
 
-        return _tiles(where.starts[e], where.ends[e], tile, of_tile, y)
+        start, end = where.starts[e], where.ends[e]
+        if few < tile:
+            start, y = _tiles(start, end - few, tile, partial(of_tile, tile), y)
+        return _tiles(start, end, few, partial(of_tile, few), y)[1]
 
     return _as_floats(_filled(where, of_group, _zeros(out)), out.dtype)
 
@@ -83,24 +89,19 @@ def contraction(
     m, groups = lhs.shape[axis], out.shape[0]
     if m == 0 or 0 in out.shape:
         return jnp.zeros(out.shape, out.dtype)
-    small, large = tile_rows(m, groups), min(LARGEST, m)
+    tile = tile_rows(m, groups)
 
     def of_group(e, dw):
         start, end = where.starts[e], where.ends[e]
 
-        def of_tile(at, tile):
+        def of_tile(at):
             first, live = _tile(at, end, tile, m)
             # Both are masked: what lies beyond may be NaN, and NaN times 0 is NaN.
             live = live.T if rows_last else live
             a, b = (jnp.where(live, part, 0) for part in _slices((lhs, rhs), first, tile, axis))
             return lax.dot_general(a, b, (((axis,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
-        def of_tiles(tile):
-            return _tiles(start + tile, end, tile, lambda at, acc: acc + of_tile(at, tile), of_tile(start, tile))
-
-        # Each tile more reads and writes all of acc: many rows go in large ones.
-        few = end - start <= small
-        acc = lax.cond(few, lambda: of_tile(start, small), lambda: of_tiles(large)) if small < large else of_tiles(large)
+        _, acc = _tiles(start + tile, end, tile, lambda at, acc: acc + of_tile(at), of_tile(start))
         new = _as_words(finish(acc, _at(of_groups, e)).astype(out.dtype))
         return lax.dynamic_update_slice_in_dim(dw, new[None], e, 0)
 
@@ -115,9 +116,8 @@ def _filled(where: Bounds, body, result):
 
 
 def _tiles(start, end, tile: int, body, result):
-    """body(at, result) for the tiles from `start` on."""
-    _, result = lax.while_loop(lambda s: s[0] < end, lambda s: (s[0] + tile, body(*s)), (start, result))
-    return result
+    """body(at, result) for the tiles from `start` on, and where they end."""
+    return lax.while_loop(lambda s: s[0] < end, lambda s: (s[0] + tile, body(*s)), (start, result))
 
 
 def _tile(at, end, tile: int, m: int):

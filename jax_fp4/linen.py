@@ -136,9 +136,10 @@ class GroupedDense(nn.Module):
             return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
 
 
-def _widened_kernel(x, kernel, bias, *, dtype=None):
+def _widened_kernel(*operands, dtype=None, inexact=True) -> list[Any]:
     """For a product of x as it is and a float32 kernel: in float32, and what is kept for its backward is x as it is."""
-    return x, kernel.astype(jnp.float32), bias
+    x, kernel, bias = operands
+    return [x, kernel.astype(jnp.float32), bias]
 
 
 @no_type_check

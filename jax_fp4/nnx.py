@@ -188,8 +188,8 @@ class MoE(nnx.Module):
         out_recipe: RecipeChoice | None = None,
         router_recipe: RecipeChoice | None = HIGH_PRECISION,
     ):
-        check_recipe("MoE", recipe)
-        check_recipe("MoE", out_recipe, "out_recipe")
+        for name, choice in dict(recipe=recipe, out_recipe=out_recipe, router_recipe=router_recipe).items():
+            check_recipe("MoE", choice, name)
         hidden = features * (2 if activation_of("MoE", activation).gated else 1)
         out = in_features if out_features is None else out_features
         self.router = Linear(
@@ -226,11 +226,13 @@ class MoE(nnx.Module):
             None if p is None else p[...] for p in (self.w_in, self.w_out, self.b_in, self.b_out)
         )
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, w_in, dtype=self.dtype))
+        # `moe` folds in 0 and 1
+        logits = self.router(inputs, key=None if key is None else jax.random.fold_in(key, 2))
         if key is None and drawing_recipe("MoE", self.recipe, self.out_recipe) is not None:
             key = _draw(self.sr)
         return moe(
             x,
-            self.router(inputs),
+            logits,
             w_in,
             w_out,
             top_k=self.top_k,

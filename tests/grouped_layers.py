@@ -1,4 +1,4 @@
-"""What the tests of grouped_dense and grouped_mlp share: recipes, gradients by name, what is kept and what is called."""
+"""What the tests of grouped_dense and grouped_mlp share: recipes, gradients by name, what is kept and called."""
 
 import math
 import re

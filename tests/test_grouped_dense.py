@@ -23,15 +23,16 @@ from grouped_layers import (
     recipe,
     same,
 )
-from grouping import CASES, group_sizes, slices, total
+from grouping import group_sizes, slices, total
 from hypothesis import example, given
+from hypothesis import strategies as st
 from products import refused
 
 import jax_fp4 as fp4
 
 M, K, N, G = 70, 40, 10, 4  # no extent is a multiple of 16
-X, DY, W, B = (np.asarray(normal(*a)) for a in ((1, M, K), (2, M, N), (3, G, K, N), (4, G, N)))
-SIZES = np.int32([17, 0, 30, 11])  # and a tail of 12
+X, DY, W, B = normal(1, M, K), normal(2, M, N), normal(3, G, K, N), normal(4, G, N)
+SIZES = jnp.int32([17, 0, 30, 11])  # and a tail of 12
 
 FROZEN = {
     "array": lambda w: w,
@@ -101,78 +102,63 @@ def expert(tree, e):
 
 @pytest.mark.core
 @pytest.mark.parametrize("name", SETTINGS)
-@given(sizes=group_sizes(G, M))
-@example(sizes=np.int32([0, 0, 0, 0]))
-@example(sizes=np.int32([1, 15, 16, 17]))
-def test_every_expert_is_as_if_alone(name, sizes):
-    """C1-C8, C14, A7: against `dense` of its rows. Those are followed by zero rows, so that all sizes share a program:
-    zero rows change no amax, and no block of others."""
+@given(sizes=group_sizes(G, M), followed=st.just(True))
+@example(sizes=np.int32([0, 0, 0, 0]), followed=True)
+@example(sizes=np.int32([1, 15, 16, 17]), followed=True)
+@example(sizes=np.int32([17, 0, 17, 17]), followed=False)
+def test_every_expert_is_as_if_alone(name, sizes, followed):
+    """C1-C8, C14, A7: against `dense` of its rows and nothing else, or of its rows followed by zero rows, so that all
+    sizes share a program: zero rows change no amax, and no block of others."""
     chosen, kernel, bias = setting(name)
     got = grouped(chosen)(poisoned(X, sizes), kernel, bias, poisoned(DY, sizes, np.inf), sizes)
 
     def want(e, rows):
         count = rows.stop - rows.start
-        x, dy = (np.pad(a[rows], ((0, M - count), (0, 0))) for a in (X, DY))
+        x, dy = (np.pad(np.asarray(a)[rows], ((0, M - count if followed else 0), (0, 0))) for a in (X, DY))
         found = alone(chosen)(x, expert(kernel, e), expert(bias, e), dy)
         return {n: a[:count] if n in ("y", "x") else a for n, a in found.items()}
 
     check_experts(got, want, sizes)
 
 
-@pytest.mark.parametrize("name", [*MODES, NONE])
-def test_every_expert_is_as_if_alone_without_padding(name):
-    """C5: its rows and nothing else. NaN in the first group is no matter of the others, which keep their bits."""
-    chosen, kernel, bias = setting(name)
-    sizes = np.int32([17, 0, 17, 17])
-    got = grouped(chosen)(poisoned(X, sizes, np.inf), kernel, bias, poisoned(DY, sizes), sizes)
-    check_experts(got, lambda e, r: alone(chosen)(X[r], kernel[e], bias[e], DY[r]), sizes)
-    x, kernel, bias, dy = (np.array(a) for a in (X, kernel, bias, DY))
-    for a in (x, kernel, bias):
-        a[0] = np.nan
-    bad = grouped(chosen)(x, kernel, bias, dy, sizes)
-    same({n: bad[n][17:] for n in ("y", "x")}, {n: got[n][17:] for n in ("y", "x")})
-    same(bad["kernel"][1:], got["kernel"][1:])
-    assert all(np.isnan(bad[n][0]).any() for n in ("y", "x", "kernel"))
+@pytest.mark.parametrize("name", ["default", NONE])
+def test_a_group_does_not_see_the_others(name):
+    """NaN in the first one's row, kernel and bias: the others keep their bits."""
+    chosen, *_ = setting(name)
+    x, kernel, bias = (np.array(a) for a in (X, W, B))
+    want = grouped(chosen)(x, kernel, bias, DY, SIZES)
+    x[0] = kernel[0] = bias[0] = np.nan
+    got = grouped(chosen)(x, kernel, bias, DY, SIZES)
+    for n, first in (("y", 17), ("x", 17), ("kernel", 1)):
+        same(got[n][first:], want[n][first:])
+        assert np.isnan(got[n][0]).any()
 
 
-def quantized_composition(x, kernel, bias, dy, sizes, key, hadamard):
+def quantized_composition(x, kernel, bias, dy, sizes, key):
     """default mode, of public functions."""
-    qx, qx_t = fp4.quantize_transpose(x, hadamard=hadamard, group_sizes=sizes)
+    qx, qx_t = fp4.quantize_transpose(x, hadamard=True, group_sizes=sizes)
     qw, qw_t = fp4.quantize_transpose(kernel, block=(16, 16), batch_dims=1)
-    qdy, qdy_t = fp4.quantize_transpose(dy, hadamard=hadamard, group_sizes=sizes, key=key)
+    qdy, qdy_t = fp4.quantize_transpose(dy, hadamard=True, group_sizes=sizes, key=key)
     member = jnp.stack([jnp.zeros(M).at[r].set(1) for r in slices(SIZES, M)], -1)
     return {
         "y": fp4.grouped_matmul(qx, qw_t, sizes) + member @ bias,
         "x": fp4.grouped_matmul(qdy, qw.mT, sizes),
         "kernel": fp4.grouped_matmul(qx_t.mT, qdy_t, sizes),
-        "bias": member[: len(dy)].T @ jnp.where(member.any(-1, keepdims=True), dy, 0),
+        "bias": member.T @ jnp.where(member.any(-1, keepdims=True), dy, 0),
     }
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("hadamard", [True, False])
-def test_stochastic_rounding_draws_by_the_key(hadamard):
+def test_stochastic_rounding_draws_by_the_key():
     """B2: dy alone is rounded stochastically, with this key; another key gives other gradients and the same y."""
-    step = grouped(recipe("default", random_hadamard_transform=hadamard))
+    step = grouped(recipe("default"))
     arguments = poisoned(X, SIZES), W, B, poisoned(DY, SIZES), SIZES
     got = step(*arguments, KEY)
-    close(got, jax.jit(partial(quantized_composition, hadamard=hadamard))(*arguments, KEY))
+    close(got, in_numpy(jax.jit(quantized_composition))(*arguments, KEY))
     same(got, step(*arguments, KEY))
     other = step(*arguments, jax.random.key(8))
     same({n: got[n] for n in ("y", "bias")}, {n: other[n] for n in ("y", "bias")})
-    assert all(np.mean(np.asarray(got[n]) != np.asarray(other[n])) > 0.1 for n in ("x", "kernel"))
-
-
-def test_modes_differ():
-    """D1."""
-    results = [grouped(setting(name)[0])(X, W, B, DY, SIZES) for name in (*MODES, NONE)]
-    for i, one in enumerate(results):
-        for j, other in enumerate(results[:i]):
-            for name in ("y", "x", "kernel"):
-                difference = np.linalg.norm(one[name] - other[name]) / np.linalg.norm(other[name])
-                # The quantized forward is one, and unquant's backward is that of no recipe.
-                alike = (i < 3) if name == "y" else (i, j) == (3, 1)
-                assert difference <= 1e-6 if alike else difference > 0.02, (i, j, name, difference)
+    assert all(np.mean(got[n] != other[n]) > 0.1 for n in ("x", "kernel"))
 
 
 # --- the recipe is the forward's ---
@@ -189,29 +175,29 @@ def test_a_later_forward_changes_nothing(mode, jit):
     layer = JITTED if jit else partial(fp4.grouped_dense, group_sizes=SIZES, key=KEY)
     in_kernel, in_x = (lambda w: layer(X, w, bias=B)), (lambda x: layer(x, W, bias=B))
     with fp4.autocast(recipe(mode)):
-        want = jax.vjp(in_kernel, W)[1](DY) if jit else None
         y, pull_kernel = jax.vjp(in_kernel, W)
         pull_x = jax.vjp(in_x, X)[1] if jit else None
-    for context in (recipe("dequant" if mode == "unquant" else "unquant"), None):
+    for context in (recipe("dequant" if mode == "unquant" else "unquant"), None) if jit else (None,):
         with fp4.autocast(context):
             layer(X, W, bias=B)
-            got = pull_kernel(DY)
-    if want is not None:
-        same(got, want)
+            got = pull_kernel(DY)[0]
     want = grouped(recipe(mode))(X, W, B, DY, SIZES, KEY)
-    close({"y": y, "kernel": got[0]}, {n: want[n] for n in ("y", "kernel")})
+    close({"y": y, "kernel": got}, {n: want[n] for n in ("y", "kernel")})
     if pull_x is not None:
         close(pull_x(DY)[0], want["x"])
+        with fp4.autocast(recipe(mode)):
+            same(got, jax.vjp(in_kernel, W)[1](DY)[0])
 
 
 @pytest.mark.core
 def test_one_jitted_function_under_contexts_a_b_none_a():
     a, b = recipe("unquant"), recipe("unquant", two_dimensional_weights=False)
-    want = [grouped(chosen)(X, W, B, DY, SIZES, KEY)["y"] for chosen in (a, b, fp4.HIGH_PRECISION, a)]
-    assert not np.array_equal(want[0], want[1])
-    for context, y in zip((a, b, None, a), want, strict=True):
+    explicit = jax.jit(partial(fp4.grouped_dense, group_sizes=SIZES), static_argnames="recipe")
+    want = {chosen: explicit(X, W, bias=B, recipe=chosen) for chosen in (a, b, fp4.HIGH_PRECISION)}
+    assert not np.array_equal(want[a], want[b])
+    for context in (a, b, None, a):
         with fp4.autocast(context):
-            close(JITTED(X, W, bias=B), y)
+            close(JITTED(X, W, bias=B), want[context or fp4.HIGH_PRECISION])
 
 
 # --- what is kept, and what is computed (D8) ---
@@ -303,3 +289,128 @@ def test_leading_axes_are_rows(mode, shape):
     if k == 0:
         for e, r in enumerate(slices(SIZES, m)):
             same(got["y"][r], np.broadcast_to(B[e], got["y"][r].shape))
+
+
+def loss(mode, **fixed):
+    layer = partial(fp4.grouped_dense, recipe=recipe(mode), key=KEY, **fixed)
+    return lambda x, w, sizes: jnp.sum(jnp.sin(layer(x, w, sizes)))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", ["default", NONE])
+def test_vmap_is_a_loop(mode):
+    """E4: over x and the sizes."""
+    x, sizes = X.reshape(2, 35, K), jnp.int32([[17, 0, 8, 3], [-1, 1, 40, 2]])
+    step = jax.jit(jax.grad(loss(mode), (0, 1)))
+    got = in_numpy(jax.jit(jax.vmap(jax.grad(loss(mode), (0, 1)), (0, None, 0))))(x, W, sizes)
+    for i in range(2):
+        for a, b in zip(got, step(x[i], W, sizes[i]), strict=True):
+            close(a[i], b)
+
+
+@pytest.mark.core
+def test_checkpoint_and_scan():
+    """Two square layers under lax.scan, each made again in the backward, against the two written out."""
+    w = normal(5, 2, G, K, K) / 8
+    layer = partial(fp4.grouped_dense, group_sizes=SIZES, recipe=recipe("default"), key=KEY)
+    scanned = lambda x, w: jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, w)[0]  # noqa: E731
+    written = lambda x, w: layer(layer(x, w[0]), w[1])  # noqa: E731
+    got, want = (jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) ** 2), (0, 1)))(X, w) for f in (scanned, written))
+    for a, b in zip(got, want, strict=True):
+        close(a, b, 1e-5)
+
+
+def test_report():
+    """D3."""
+    (row,) = fp4.report(jax.grad(loss("dequant"), (0, 1)), X, W, SIZES).rows
+    assert (row.op, row.x_shape, row.kernel_shape) == ("grouped_dense", X.shape, W.shape)
+    assert (row.forward, row.dx, row.dw) == ("nvfp4 x nvfp4", "high precision x nvfp4", "nvfp4 x high precision")
+    (row,) = fp4.report(loss(NONE), X, W, SIZES).rows
+    assert not row.quantized and row.note == "not quantized: recipe=HIGH_PRECISION"
+
+
+# --- bad input ---
+
+QW = FROZEN["tiles"](W)
+
+
+def call(x=X, kernel=W, sizes=SIZES, bias=None, mode="unquant", **kwargs):
+    return fp4.grouped_dense(x, kernel, sizes, bias, **dict(recipe=recipe(mode)) | kwargs)
+
+
+def shape(**kwargs):
+    return jax.eval_shape(lambda: call(**kwargs)).shape
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "says"),
+    [
+        (dict(sizes=[17, 0, 30, 11]), TypeError, "group_sizes is of type list; needs an int32 array"),
+        (dict(sizes=jnp.ones(G)), TypeError, "group_sizes is of type float32; needs an int32 array"),
+        (dict(sizes=np.ones(G, np.int64)), TypeError, "group_sizes is of type int64; needs an int32 array"),
+        (dict(sizes=SIZES[None]), ValueError, r"group_sizes is of shape \(1, 4\); needs \(4,\)"),
+        (dict(sizes=SIZES[1:]), ValueError, r"group_sizes is of shape \(3,\); needs \(4,\)"),
+        (dict(kernel=W[0]), ValueError, r"kernel is of shape \(40, 10\); needs \[g, k, n\]"),
+        (dict(kernel=W[None]), ValueError, r"kernel is of shape \(1, 4, 40, 10\); needs \[g, k, n\]"),
+        (dict(kernel=W.mT), ValueError, r"kernel is of shape \(4, 10, 40\); needs 40 rows"),
+        (dict(kernel=W.astype(int)), TypeError, "kernel is an array of int32"),
+        (dict(kernel=fp4.quantize(W[0], axis=0)), ValueError, "kernel is Quant.*one amax for each group.*batch_dims=1"),
+        (dict(kernel=fp4.quantize(W, axis=0)), ValueError, r"kernel is Quant.*one amax for each group.*batch_dims=1"),
+        (dict(kernel=fp4.quantize(W, batch_dims=1)), ValueError, "kernel is Quant.*needs axis=0.*quantize_transpose"),
+        (dict(kernel=fp4.quantize_transpose(W)), ValueError, "kernel is Quant.*batch_dims=1"),
+        (dict(kernel=FROZEN["pair"](W)[::-1]), ValueError, "kernel is Quant.*needs axis=-1"),
+        (dict(kernel=(FROZEN["pair"](W[:, :8])[0], QW)), ValueError, r"kernel is a pair of shapes \(4, 8, 10\) and"),
+        (dict(kernel=(QW,)), TypeError, r"kernel is a tuple; needs the pair \(blocked along n, blocked along k\)"),
+        (dict(kernel=dataclasses.replace(QW, format="mxfp8")), ValueError, "kernel.format is 'mxfp8'"),
+        (dict(bias=B[0]), ValueError, r"bias is of shape \(10,\); needs \(4, 10\)"),
+        (dict(bias=B[1:]), ValueError, r"bias is of shape \(3, 10\); needs \(4, 10\)"),
+        (dict(bias=B.astype(int)), TypeError, "bias is an array of int32"),
+        (dict(x=X.astype(int)), TypeError, "x is an array of int32"),
+        (dict(x=jnp.ones(())), ValueError, "x is a scalar"),
+        (dict(x=[1.0]), TypeError, "x is a list"),
+        (dict(recipe="nvfp4"), TypeError, "recipe is 'nvfp4'"),
+        (dict(key=3), TypeError, "key is a int"),
+        (dict(preferred_element_type=jnp.int8), TypeError, "preferred_element_type is int8"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)  # fmt: skip
+def test_bad_input(changed, error, says):
+    """E12."""
+    refused(lambda: call(**changed), error, "^grouped_dense: " + says)
+
+
+def test_bad_input_of_a_gradient():
+    """B7, D4: what only a backward needs is no matter of an evaluation."""
+    no_plane = fp4.quantize(W, axis=0, batch_dims=1)
+    assert shape(mode="default", bias=B) == shape(kernel=no_plane, mode="default") == (M, N)
+    for name, a in (("x", X), ("kernel", W)):
+        f = lambda a, name=name: call(**{name: a}, mode="default").sum()  # noqa: E731
+        refused(lambda f=f, a=a: jax.grad(f)(a), ValueError, "^grouped_dense: key is None; needs a JAX key")
+    jax.eval_shape(jax.grad(lambda b: call(bias=b, mode="default").sum()), B)  # db draws nothing
+    for free in (recipe("unquant"), recipe("dequant"), recipe("default", stochastic_rounding=False)):
+        jax.eval_shape(jax.grad(lambda x, free=free: call(x, recipe=free).sum()), X)
+    f = lambda x: call(x, no_plane, mode="default", key=KEY).sum()  # noqa: E731
+    refused(
+        lambda: jax.grad(f)(X),
+        ValueError,
+        r"^grouped_dense: kernel is Quant.*its plane blocked along n.*quantize_transpose",
+    )
+    for mode in (*MODES, NONE):
+        f = lambda q, mode=mode: call(kernel=q, mode=mode, key=KEY).sum()  # noqa: E731
+        refused(
+            lambda f=f: jax.grad(f, allow_int=True)(QW), fp4.UnsupportedError, "that is differentiated; needs a con"
+        )
+
+
+def test_strict_refuses_padding_at_the_forward():
+    """Of k, and in the default mode of n; the rows of a group are data, and padded as they come."""
+    wide, narrow = (jnp.ones((G, 48, n)) for n in (32, 10))
+    x = jnp.ones((M, 48))
+    with fp4.strict():
+        refused(lambda: call(), fp4.UnsupportedError, "^grouped_dense: x is of extent 40; needs a multiple of 16")
+        f = lambda: call(x, narrow, mode="default")  # noqa: E731
+        refused(f, fp4.UnsupportedError, "^grouped_dense: kernel is of extent 10; needs a multiple of 16")
+        assert shape(x=x, kernel=wide, mode="default") == (M, 32)
+        assert shape(mode=NONE) == (M, N)
+        step = lambda x, w: jax.grad(lambda *a: call(*a, mode="default", key=KEY).sum(), (0, 1))(x, w)  # noqa: E731
+        jax.eval_shape(step, x, wide)

@@ -24,6 +24,8 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 PRODUCT = jax.jit(fp4.grouped_matmul, static_argnames="preferred_element_type")
 X, W, DY = normal(1, M, K), normal(2, G, K, N), normal(3, M, N)
+QX, QW = fp4.quantize(X, group_sizes=SIZES), fp4.quantize(W, axis=0, batch_dims=1)
+COLUMNS = fp4.quantize(X, axis=0, group_sizes=SIZES)
 
 
 OPERANDS = {  # of a product beside w, and w's forms
@@ -70,23 +72,26 @@ def test_every_mix_of_operands_in_the_contraction(left, right):
 @pytest.mark.core
 def test_transposes_meet_in_groups():
     """dx = dy w^T of the two row-wise forms; dw of a Hadamard pair, whose transform cancels."""
-    qx, qx_t = fp4.quantize_transpose(X, hadamard=True, group_sizes=SIZES)
-    qdy, qdy_t = fp4.quantize_transpose(DY, hadamard=True, group_sizes=SIZES)
+    sizes = jnp.int32([20, 0, 20, 20])  # alike: each shape compiles
+    qx, qx_t = fp4.quantize_transpose(X, hadamard=True, group_sizes=sizes)
+    qdy, qdy_t = fp4.quantize_transpose(DY, hadamard=True, group_sizes=sizes)
     qw, qw_t = fp4.quantize_transpose(W, block=(16, 16), batch_dims=1)
-    y, dx = fp4.grouped_matmul(qx, qw_t, SIZES), fp4.grouped_matmul(qdy, qw.mT, SIZES)
-    dw = fp4.grouped_matmul(qx_t.mT, qdy_t, SIZES)
-    for e, r in enumerate(slices(SIZES, M)):
+    y, dx = fp4.grouped_matmul(qx, qw_t, sizes), fp4.grouped_matmul(qdy, qw.mT, sizes)
+    dw = fp4.grouped_matmul(qx_t.mT, qdy_t, sizes)
+    for e, r in enumerate(slices(sizes, M)):
+        if r.start == r.stop:
+            continue
         one = lambda a: fp4.quantize_transpose(a, hadamard=True)  # noqa: E731
         (x, x_t), (dy, dy_t), (w, w_t) = one(X[r]), one(DY[r]), fp4.quantize_transpose(W[e], block=(16, 16))
         assert error_of(y[r], fp4.matmul(x, w_t)) <= 1e-6
         assert error_of(dx[r], fp4.matmul(dy, w.mT)) <= 1e-6
         assert error_of(dw[e], fp4.matmul(x_t.mT, dy_t)) <= 1e-6
-    assert not np.asarray(y[END:]).any() and not np.asarray(dx[END:]).any()
+    assert not np.asarray(y[60:]).any() and not np.asarray(dx[60:]).any()
 
 
 @pytest.mark.parametrize(
     ("left", "right"),
-    [("float32",) * 2, ("bfloat16",) * 2, ("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
+    [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
 )
 def test_dtypes(left, right):
     """The result is rounded once from a float32 sum of the operands as they are; its type is the promoted one."""
@@ -98,7 +103,7 @@ def test_dtypes(left, right):
     )  # fmt: skip
     for product, want in products:
         assert product(None).dtype == jnp.promote_types(left, right)
-        for dtype, half_ulp in ((jnp.float32, 0), (jnp.bfloat16, 2**-8), (jnp.float16, 2**-11)):
+        for dtype, half_ulp in ((jnp.float32, 0), (jnp.float16, 2**-11)):
             got = product(dtype)
             assert got.dtype == dtype
             assert error_of(got, want) <= half_ulp + 1e-6
@@ -123,18 +128,18 @@ def test_gradients_are_those_of_ragged_dot():
 
     want = gradients(jax.lax.ragged_dot)(X, W)
     for product in (fp4.grouped_matmul, jax.checkpoint(fp4.grouped_matmul)):
-        for got in (gradients(product)(X, W), jax.jit(gradients(product))(X, W)):
-            assert all(error_of(a, b) <= 1e-6 for a, b in zip(got, want, strict=True))
-            np.testing.assert_array_equal(got[1][1], 0)
-            np.testing.assert_array_equal(got[0][END:], 0)
+        got = jax.jit(gradients(product))(X, W)
+        assert all(error_of(a, b) <= 1e-6 for a, b in zip(got, want, strict=True))
+        np.testing.assert_array_equal(got[1][1], 0)
+        np.testing.assert_array_equal(got[0][END:], 0)
+    jax.tree.map(np.testing.assert_array_equal, gradients(fp4.grouped_matmul)(X, W), got)
 
 
 def test_gradients_of_the_contraction():
     seed = normal(4, G, K, N)
-    f = lambda x_t, dy, product: (product(x_t, dy, SIZES) * seed).sum()  # noqa: E731
-    got = jax.grad(partial(f, product=fp4.grouped_matmul), (0, 1))(X.T, DY)
-    want = jax.grad(partial(f, product=contraction_by_experts), (0, 1))(X.T, DY)
-    assert all(error_of(a, b) <= 1e-6 for a, b in zip(got, want, strict=True))
+    dx_t, ddy = jax.jit(jax.grad(lambda x_t, dy: (fp4.grouped_matmul(x_t, dy, SIZES) * seed).sum(), (0, 1)))(X.T, DY)
+    assert error_of(dx_t, by_experts(exact(DY), exact(seed).mT, SIZES).T) <= 1e-6
+    assert error_of(ddy, by_experts(exact(X), exact(seed), SIZES)) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -155,18 +160,13 @@ def test_second_derivatives(dtype):
 
 def test_gradients_beside_a_quantized_operand():
     """The array's; the quantized operand is frozen, and takes part with its values."""
-    qx, qw = fp4.quantize(X, group_sizes=SIZES), fp4.quantize(W, axis=0, batch_dims=1)
-    cases = (
-        (lambda x: fp4.grouped_matmul(x, qw, SIZES), lambda x: by_experts(x, value(qw), SIZES), X),
-        (lambda w: fp4.grouped_matmul(qx, w, SIZES), lambda w: by_experts(value(qx), w, SIZES), W),
-    )
-    for f, g, a in cases:
-        got, want = (jax.jit(jax.grad(lambda a, f=f: (f(a) * DY).sum()))(a) for f in (f, g))
-        assert error_of(got, want) <= 1e-6
-    q = fp4.quantize(X, axis=0, group_sizes=SIZES)
-    got = jax.grad(lambda dy: (fp4.grouped_matmul(q.mT, dy, SIZES) * W).sum())(DY)
-    want = jax.grad(lambda dy: (contraction_by_experts(value(q).T, dy, SIZES) * W).sum())(DY)
-    assert error_of(got, want) <= 1e-6
+    qx, qw, q = QX, QW, COLUMNS
+    dx = jax.jit(jax.grad(lambda x: (fp4.grouped_matmul(x, qw, SIZES) * DY).sum()))(X)
+    assert error_of(dx, by_experts(exact(DY), exact(value(qw)).mT, SIZES)) <= 1e-6
+    dw = jax.jit(jax.grad(lambda w: (fp4.grouped_matmul(qx, w, SIZES) * DY).sum()))(W)
+    assert error_of(dw, contraction_by_experts(exact(value(qx)).T, exact(DY), SIZES)) <= 1e-6
+    ddy = jax.jit(jax.grad(lambda dy: (fp4.grouped_matmul(q.mT, dy, SIZES) * W).sum()))(DY)
+    assert error_of(ddy, by_experts(exact(value(q)), exact(W), SIZES)) <= 1e-6
 
 
 def test_differentiating_a_quantized_operand_is_refused():
@@ -231,9 +231,7 @@ def test_numpy_operands():
 
 # --- bad input ---
 
-QX, QW = fp4.quantize(X, group_sizes=SIZES), fp4.quantize(W, axis=0, batch_dims=1)
 RUN = fp4.grouped_matmul
-COLUMNS = fp4.quantize(X, axis=0, group_sizes=SIZES)
 TRANSFORMED = fp4.quantize(X, axis=0, group_sizes=SIZES, hadamard=True)
 CHANGED = jax.jit(lambda s: RUN(QX, QW, s))  # other values may hide in a traced argument: not seen, not refused
 

@@ -125,9 +125,7 @@ def test_metadata_boxes(box):
     model = linen.MoE(E, F, use_bias=True, router_init=box(normal, ("embed", "e")), recipe=recipe(), **fields)
     boxed = shapes(model, X)
     found = {name: spec for name, spec in nn.get_partition_spec(boxed)["params"].items() if name != "router"}
-    assert found == dict(
-        w_in=jax.P(*names), w_out=jax.P(*names[::-1]), b_in=jax.P("e", "h"), b_out=jax.P("e", "h")
-    )
+    assert found == dict(w_in=jax.P(*names), w_out=jax.P(*names[::-1]), b_in=jax.P("e", "h"), b_out=jax.P("e", "h"))
     assert nn.get_partition_spec(boxed)["params"]["router"]["kernel"] == jax.P("embed", "e")
     assert nn.unbox(boxed) == shapes(linen.MoE(E, F, use_bias=True), X)
     _, (grads, _) = jax.eval_shape(gradients(model.apply), boxed, X)
@@ -370,7 +368,7 @@ def test_report_of_a_model_names_its_layers():
 @pytest.mark.core
 @pytest.mark.parametrize("mode", MODES)
 def test_learns(mode):
-    """Eight experts, two a token: the loss of a teacher of four linear pieces falls to a fifth."""
+    """Eight experts, two a token: the loss of a teacher of four linear pieces falls to a tenth."""
     x = normal(1, 256, D)
     piece = jnp.argmax(x[:, :4], -1)
     target = jnp.einsum("td,tdn->tn", x, normal(2, 4, D, 8)[piece]) / 4
@@ -396,7 +394,7 @@ def test_learns(mode):
 
     losses = train(variables)
     assert np.isfinite(losses).all()
-    assert losses[-5:].mean() < losses[0] / 5
+    assert losses[-5:].mean() < losses[0] / 10
 
 
 # --- refusals ---
@@ -407,7 +405,9 @@ def test_learns(mode):
 def test_wrong_recipe_is_refused_when_the_layer_is_made(name, wrong):
     refused(lambda: linen.MoE(E, F, **{name: wrong}), TypeError, rf"^MoE: {name} is .*; needs a recipe object")
     if name == "recipe":
-        refused(lambda: linen.GroupedDense(8, E, recipe=wrong), TypeError, "^GroupedDense: recipe is .*; needs a recipe")
+        refused(
+            lambda: linen.GroupedDense(8, E, recipe=wrong), TypeError, "^GroupedDense: recipe is .*; needs a recipe"
+        )
 
 
 def test_bad_input():
