@@ -31,7 +31,7 @@ class Activation:
         geglu           gelu(g) u, the tanh form of gelu
         clamped_qgeglu  g' s(alpha g') (u' + offset), g' = min(g, limit), u' = clip(u, -limit, limit): gpt-oss, with
                         limit=7, alpha=1.702, offset=1
-        situ_glu        beta1 tanh(g / beta1) s(g) * beta2 tanh(u / beta2): Kimi K3, arXiv 2607.24653, equation 12,
+        situ_glu        beta1 tanh(g / beta1) s(g) * beta2 tanh(u / beta2): Kimi K3 technical report, equation 12,
                         with beta1=4, beta2=25
         silu            x s(x)
         gelu            x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the default of flax.linen.gelu

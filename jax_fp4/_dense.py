@@ -17,8 +17,9 @@ from jax_fp4._errors import is_strict, message
 from jax_fp4._formats import BLOCK
 from jax_fp4._modes import Kernel, Needs, Residuals, is_frozen
 from jax_fp4._ops import refuse_padding
-from jax_fp4._products import along_last, is_primal, matmul, refuse_perturbed, sum_of_groups
+from jax_fp4._products import along_last, matmul, sum_of_groups
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, resolve, why_unquantized
+from jax_fp4._rules import primals, refuse_perturbed
 
 
 class Static(NamedTuple):
@@ -80,8 +81,7 @@ def _affine_fwd(x: Any, kernel: Any, bias, seed, group_sizes, static: Static):
     if is_frozen(kernel):
         refuse_perturbed(static.op, "kernel", kernel)
     needs = Needs(x.perturbed, not is_frozen(kernel) and kernel.perturbed)
-    arguments = (x, kernel, bias, seed, group_sizes)
-    x, kernel, bias, seed, group_sizes = jax.tree.map(lambda leaf: leaf.value, arguments, is_leaf=is_primal)
+    x, kernel, bias, seed, group_sizes = primals((x, kernel, bias, seed, group_sizes))
     recipe = static.recipe
     if any(needs):
         require_key(static.op, recipe, seed)

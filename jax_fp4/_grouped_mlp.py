@@ -14,14 +14,15 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from jax_fp4 import _groups, _modes, _record
+from jax_fp4 import _modes, _record
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._arguments import check_float, check_group_sizes, key_words
 from jax_fp4._dense import check_bias, check_kernel, check_padding, check_x, kernel_dtype, require_key
 from jax_fp4._errors import message
-from jax_fp4._modes import Needs, Residuals, is_frozen, keep, mode_of
-from jax_fp4._products import is_primal, refuse_perturbed, rows_to_groups, sum_of_groups
+from jax_fp4._modes import Needs, Residuals, is_frozen, mode_of
+from jax_fp4._products import dots_with_groups, rows_to_groups, sum_of_groups
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, resolve, why_unquantized
+from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
 
 
 class Arguments(NamedTuple):
@@ -51,9 +52,14 @@ class Kept(NamedTuple):
     second: Residuals
     h: Float[Array, "m h"]  # the first product, in the compute dtype: the activation's input
     remake: Float[Array, " flag"]  # of shape (1,) where the second input is made again from h for dw_out, else (0,)
-    b_out: Any
+    b_out: Any  # for the gradient of probs
     probs: Any
     group_sizes: Any
+
+
+def recipe_of_second(recipe: RecipeChoice | None, out_recipe: RecipeChoice | None) -> RecipeChoice | None:
+    """What the second product was given: its own recipe, or the first one's."""
+    return recipe if out_recipe is None else out_recipe
 
 
 def grouped_mlp(
@@ -87,7 +93,7 @@ def grouped_mlp(
     op = "grouped_mlp"
     act = activation_of(op, activation)
     check_recipe(op, out_recipe, "out_recipe")
-    first, second = resolve(op, recipe), resolve(op, recipe if out_recipe is None else out_recipe)
+    first, second = resolve(op, recipe), resolve(op, recipe_of_second(recipe, out_recipe))
     check_x(op, x)
     g, k, hidden = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped=True)
     if act.gated and hidden % 2:
@@ -108,10 +114,10 @@ def grouped_mlp(
             raise ValueError(message(op, "probs", f"of shape {probs.shape}", f"{x.shape[:-1]}", why, "probs=None"))
     for chosen, given, kernel_shape, names in (
         (first, recipe, (g, k, hidden), ("x", "w_in")),
-        (second, out_recipe or recipe, shape, ("w_out (rows)", "w_out")),
+        (second, recipe_of_second(recipe, out_recipe), shape, ("w_out (rows)", "w_out")),
     ):
-        reason = why_unquantized(given) if chosen is None else ""
-        _record.record(_record.LayerEvent(_record.path(), op, x.shape, kernel_shape, chosen, reason))
+        reason, operand_shape = why_unquantized(given) if chosen is None else "", (*x.shape[:-1], kernel_shape[1])
+        _record.record(_record.LayerEvent(_record.path(), op, operand_shape, kernel_shape, chosen, reason))
         check_padding(op, chosen, *kernel_shape[1:], names=names)
     m = math.prod(x.shape[:-1])
     arguments = Arguments(x.reshape(m, k), w_in, w_out, b_in, b_out, None if probs is None else probs.reshape(m))
@@ -136,9 +142,7 @@ def _mlp_fwd(arguments: Any, seeds, group_sizes, static: Static):
         if is_frozen(kernel):
             refuse_perturbed("grouped_mlp", name, kernel)
     perturbed = Arguments(*(a is not None and not is_frozen(a) and a.perturbed for a in arguments))
-    arguments, seeds, group_sizes = jax.tree.map(
-        lambda leaf: leaf.value, (arguments, seeds, group_sizes), is_leaf=is_primal
-    )
+    arguments, seeds, group_sizes = primals((arguments, seeds, group_sizes))
     before = perturbed.x or perturbed.w_in or perturbed.b_in  # whatever the first product depends on
     needs = Needs(perturbed.x, perturbed.w_in), Needs(before or perturbed.probs, perturbed.w_out)
     kernels = ("w_in", arguments.w_in), ("w_out", arguments.w_out)
@@ -147,7 +151,8 @@ def _mlp_fwd(arguments: Any, seeds, group_sizes, static: Static):
             require_key("grouped_mlp", recipe, seeds)
         if needed.x:
             _modes.require_along_n("grouped_mlp", name, kernel, recipe)
-    return _forward(arguments, seeds, group_sizes, static, *needs)
+    y, kept = _forward(arguments, seeds, group_sizes, static, *needs)
+    return y, kept._replace(b_out=keep(kept.b_out if perturbed.probs else None, lambda: kept.b_out))
 
 
 def _forward(arguments: Arguments, seeds, group_sizes, static: Static, needs_in: Needs, needs_out: Needs):
@@ -155,6 +160,8 @@ def _forward(arguments: Arguments, seeds, group_sizes, static: Static, needs_in:
     x, w_in, w_out, b_in, b_out, probs = arguments
     (recipe, out_recipe), dtype = static.recipes, static.dtype
     seed, out_seed = (None, None) if seeds is None else seeds
+    if probs is not None:  # those of the tail may be NaN
+        probs = jnp.where(rows_to_groups(group_sizes, x.shape[0]) < group_sizes.shape[0], probs, 0)
     qx, qw = _modes.operands(x, w_in, recipe, needs_in, group_sizes)
     h = _modes.multiply(qx, qw, dtype, group_sizes, compute=dtype, bias=b_in)  # [m,h] = [m,k] @ [g,k,h]
     first = _modes.residuals(x, w_in, seed, qx, qw, recipe, needs_in, group_sizes)
@@ -181,7 +188,7 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
         a = _weighted(static.activation(kept.h.astype(jnp.float32)), probs).astype(dtype)
         second = second._replace(x=a)
     da, dw_out = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes)
-    db_out = None if b_out is None else sum_of_groups(_weighted(dy, probs), sizes).astype(b_out.dtype)
+    db_out = None if b_out is None else sum_of_groups(_weighted(dy, probs), sizes).astype(dtypes.b_out)
     if da is None:
         return Arguments(None, None, dw_out, None, db_out, None), None, None
 
@@ -189,10 +196,8 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
     d_probs = None
     if probs is not None:
         d_probs = jnp.sum(da.astype(jnp.float32) * value, axis=-1)
-        if b_out is not None:
-            group = rows_to_groups(sizes, dy.shape[0])
-            own = jnp.sum(dy.astype(jnp.float32) * _groups.of_group(b_out.astype(jnp.float32), group, 0), axis=-1)
-            d_probs += jnp.where(group < sizes.shape[0], own, 0)  # dy of the tail may be NaN
+        if b_out is not None and is_kept(b_out):
+            d_probs += dots_with_groups(dy, b_out, sizes)
         d_probs = d_probs.astype(probs.dtype)
     dh = pull(_weighted(da.astype(jnp.float32), probs))[0].astype(dtype)
     dx, dw_in = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes)

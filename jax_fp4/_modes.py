@@ -1,19 +1,19 @@
 """What each backward mode multiplies and keeps: the table of docs/numerics.md, section 4, as code."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from jax_fp4 import _record, reference
+from jax_fp4 import reference
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
 from jax_fp4._formats import BLOCK, padded
 from jax_fp4._ops import quantize, quantize_transpose
 from jax_fp4._products import grouped_product, product
 from jax_fp4._recipe import BackwardMode, Recipe
+from jax_fp4._rules import is_kept, keep
 
 # A frozen kernel: blocked along k, or (blocked along n, blocked along k) as quantize_transpose returns it.
 FrozenKernel = QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]
@@ -33,19 +33,6 @@ class Needs(NamedTuple):
 
     x: bool
     kernel: bool
-
-
-def keep(part: Any, shape_of: Callable[[], Any]) -> Any:
-    """`part`, or where it is None the tree that shape_of() would give, of empty arrays. JAX keeps one residual tree for
-    each traced function, so a tree that varied with what is differentiated would give silent wrong gradients."""
-    if part is not None:
-        return part
-    with _record.paused():
-        return jax.tree.map(lambda _: jnp.zeros(0), jax.eval_shape(shape_of))
-
-
-def is_kept(part) -> bool:
-    return jax.tree.leaves(part)[0].shape != (0,)
 
 
 class Planes(NamedTuple):

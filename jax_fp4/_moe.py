@@ -9,16 +9,22 @@ from jax_fp4._arguments import check_float
 from jax_fp4._dense import check_kernel, check_x
 from jax_fp4._dot_general import draws
 from jax_fp4._errors import message
-from jax_fp4._grouped_mlp import grouped_mlp
+from jax_fp4._grouped_mlp import grouped_mlp, recipe_of_second
 from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, resolve
 from jax_fp4._routing import Routing, combine_tokens, group_tokens, group_weights, route
 
-ROUTING = ("score", "normalize", "groups", "top_groups", "scale")  # of `route`, what a layer has as its settings
+ROUTING = (
+    "score",
+    "normalize",
+    "expert_groups",
+    "top_expert_groups",
+    "scale",
+)  # of `route`, what a layer has as its settings
 
 
 def drawing_recipe(op: str, recipe: RecipeChoice | None, out_recipe: RecipeChoice | None) -> Recipe | None:
     """Of the recipes in force for the two products, one that needs a key; None if none does."""
-    in_force = resolve(op, recipe), resolve(op, recipe if out_recipe is None else out_recipe)
+    in_force = resolve(op, recipe), resolve(op, recipe_of_second(recipe, out_recipe))
     return next((chosen for chosen in in_force if chosen is not None and draws(chosen)), None)
 
 
@@ -40,7 +46,7 @@ def moe(
     """Every token through top_k of g experts, dropless: x [..., d], router logits [..., g] -> (y [..., n], Routing).
 
     w_in [g, d, 2f] ([g, d, f] where the activation has no gate), w_out [g, f, n], biases, activation, recipes and key:
-    as in `grouped_mlp`. routing: options of `route` (score, normalize, groups, top_groups, bias, scale).
+    as in `grouped_mlp`. routing: options of `route` (score, normalize, expert_groups, top_expert_groups, bias, scale).
 
     The weights of the experts multiply the second input (`probs` of grouped_mlp), so that nothing as large as its
     output is kept for their gradient. y has x's dtype. Add `routing.aux_loss`, times a small factor, to the loss.

@@ -14,9 +14,10 @@ from jaxtyping import Array, Float
 from jax_fp4 import _groups, _ragged, reference
 from jax_fp4._arguments import check_float, check_group_sizes, check_quantized, float_dtype
 from jax_fp4._array import QuantizedTensor
-from jax_fp4._errors import UnsupportedError, message
+from jax_fp4._errors import message
 from jax_fp4._formats import BLOCK, PACK
 from jax_fp4._ops import decode, dequantize
+from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
 
 
 def matmul(lhs, rhs, *, preferred_element_type=None):
@@ -54,14 +55,16 @@ def grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type=None):
     With y = grouped_matmul(x, w, sizes): dx = grouped_matmul(dy, w.mT, sizes), dw = grouped_matmul(x.mT, dy, sizes).
 
     group_sizes: int32 [g], may be traced. A negative size counts as 0, sizes that sum to more than m are cut there;
-    rows of lhs beyond the sum are not read (NaN there does not leak).
+    rows beyond the sum are not read: NaN there does not leak (but it has decided the amax of an operand that was
+    quantized without these group_sizes).
     Each operand is an array or a QuantizedTensor blocked along the contracted axis: rows of lhs quantized alone or with
     these group_sizes, rhs [g, k, n] with batch_dims=1, and for the contraction both column-wise (axis=0) with these
     group_sizes. Of two quantized operands the exact products are summed and the scales of the group multiply
     afterwards; a quantized operand beside an array is dequantized to the array's dtype. The result has
     `preferred_element_type`, by default the promoted dtype of the operands.
 
-    Differentiable in arrays. Raises TypeError and ValueError for operands that do not fit each other.
+    Differentiable in arrays, in reverse mode; the gradient's products round dy to the dtype of the forward's operands.
+    Raises TypeError and ValueError for operands that do not fit each other.
     """
     op = "grouped_matmul"
     for name, operand, axis in (("lhs", lhs, -1), ("rhs", rhs, 0)):
@@ -118,19 +121,22 @@ def grouped_product(
         compute = jnp.promote_types(lhs.dtype, rhs.dtype)
         for operand, other in ((lhs, rhs), (rhs, lhs)):
             compute = operand.dtype if isinstance(other, QuantizedTensor) else compute
-    static = _Static(jnp.dtype(dtype), jnp.dtype(compute), transposed)
+    bias_dtype = None if bias is None else bias.dtype
+    static = _Static(jnp.dtype(dtype), jnp.dtype(compute), bias_dtype, rhs.ndim == 3, transposed)
     return _grouped(lhs, rhs, bias, bias_weights, group_sizes, static)
 
 
 class _Static(NamedTuple):
     dtype: np.dtype
     compute: np.dtype
+    bias_dtype: np.dtype | None
+    rows: bool  # rows of lhs with matrices of the groups, else the contraction of rows
     transposed: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _grouped(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
-    if rhs.ndim == 3:
+    if static.rows:
         return _rows(lhs, rhs, bias, bias_weights, group_sizes, static)
     return _contraction(lhs, rhs, group_sizes, static)
 
@@ -139,47 +145,59 @@ def _grouped_fwd(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     for q in (lhs, rhs):
         if isinstance(q, QuantizedTensor):
             refuse_perturbed("grouped_matmul", "a quantized operand", q)
-    arguments = (lhs, rhs, bias, bias_weights, group_sizes)
-    primals = jax.tree.map(lambda leaf: leaf.value, arguments, is_leaf=is_primal)
-    return _grouped(*primals, static), primals
+    perturbed = [not isinstance(a, QuantizedTensor | None) and a.perturbed for a in (lhs, rhs, bias, bias_weights)]
+    lhs, rhs, bias, bias_weights, group_sizes = primals((lhs, rhs, bias, bias_weights, group_sizes))
+    y = _grouped(lhs, rhs, bias, bias_weights, group_sizes, static)
+    kept = (
+        keep(lhs if perturbed[1] else None, lambda: lhs),
+        keep(rhs if perturbed[0] else None, lambda: rhs),
+        keep(bias if perturbed[3] else None, lambda: bias),
+        bias_weights,
+        group_sizes,
+        jnp.zeros(int(perturbed[2])),
+    )
+    return y, kept
 
 
 def _grouped_bwd(static: _Static, residuals, dy):
     """dy is an operand of the products of the other kind; a quantized operand takes part with its values."""
-    lhs, rhs, bias, bias_weights, group_sizes = residuals
+    lhs, rhs, bias, bias_weights, group_sizes, wants_bias = residuals
     if isinstance(dy, SymbolicZero):
         return (None,) * 5
-    assert bias_weights is None, "weighted biases are for custom_vjp rules"
-    d_lhs = d_rhs = d_bias = None
-    to_lhs, to_rhs = (static._replace(dtype=jnp.dtype(operand.dtype)) for operand in (lhs, rhs))
-    rows = rhs.ndim == 3
-
-    def is_array(operand) -> bool:
-        return not isinstance(operand, QuantizedTensor)
-
+    d_lhs = d_rhs = d_bias = d_weights = None
+    to_lhs, to_rhs = (static._replace(dtype=jnp.dtype(a.dtype), bias_dtype=None) for a in (lhs, rhs))
     # Through _grouped: the loops themselves carry words, of which every derivative would silently be zero.
-    if rows and is_array(lhs):  # [m,k] = [m,n] @ [g,n,k]
+    if static.rows and is_kept(rhs):  # [m,k] = [m,n] @ [g,n,k]
         d_lhs = _grouped(dy, rhs.mT, None, None, group_sizes, to_lhs._replace(transposed=not static.transposed))
-    if rows and is_array(rhs):  # [g,k,n] = [k,m] @ [m,n]
-        d_rhs = _grouped(lhs.mT, dy, None, None, group_sizes, to_rhs)
-    if not rows and is_array(lhs):  # [m,k] = [m,n] @ [g,n,k]
-        d_lhs = jnp.matrix_transpose(_grouped(rhs, dy.mT, None, None, group_sizes, to_lhs))
-    if not rows and is_array(rhs):  # [m,n] = [m,k] @ [g,k,n]
-        d_rhs = _grouped(lhs.mT, dy, None, None, group_sizes, to_rhs)
-    if bias is not None:
-        d_bias = sum_of_groups(dy, group_sizes).astype(bias.dtype)
-    return d_lhs, d_rhs, d_bias, None, None
+    if static.rows and is_kept(lhs):  # [g,k,n] = [k,m] @ [m,n]
+        d_rhs = _grouped(lhs.mT, dy, None, None, group_sizes, to_rhs._replace(rows=False, transposed=False))
+    if not static.rows and is_kept(rhs):  # [m,k] = [m,n] @ [g,n,k]
+        d_lhs = jnp.matrix_transpose(_grouped(rhs, dy.mT, None, None, group_sizes, to_lhs._replace(rows=True)))
+    if not static.rows and is_kept(lhs):  # [m,n] = [m,k] @ [g,k,n]
+        d_rhs = _grouped(lhs.mT, dy, None, None, group_sizes, to_rhs._replace(rows=True))
+    if wants_bias.size:
+        weighted = dy if bias_weights is None else dy.astype(jnp.float32) * bias_weights[:, None]
+        d_bias = sum_of_groups(weighted, group_sizes).astype(static.bias_dtype)
+    if bias_weights is not None and is_kept(bias):
+        d_weights = dots_with_groups(dy, bias, group_sizes).astype(bias_weights.dtype)
+    return d_lhs, d_rhs, d_bias, d_weights, None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd, symbolic_zeros=True)
 
 
 def sum_of_groups(x: Float[Array, "m n"], group_sizes) -> Float[Array, "g n"]:
-    """The float32 sum of the rows of each group: a product with zeros and ones, faster than XLA's scatter."""
+    """The float32 sum of the rows of each group. No product with zeros and ones: one group's NaN is not another's."""
     group, groups = rows_to_groups(group_sizes, x.shape[0]), group_sizes.shape[0]
-    member = jax.nn.one_hot(group, groups, dtype=jnp.float32)  # the tail is a row of zeros, but may hold NaN
-    live = jnp.where((group < groups)[:, None], x.astype(jnp.float32), 0)
-    return lax.dot_general(member, live, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST)
+    sums = jnp.zeros((groups, x.shape[1]), jnp.float32)
+    return sums.at[group].add(x.astype(jnp.float32), mode="drop", indices_are_sorted=True)
+
+
+def dots_with_groups(x: Float[Array, "m n"], bias: Float[Array, "g n"], group_sizes) -> Float[Array, " m"]:
+    """Each row's float32 dot product with its group's row of `bias`, 0 in the tail."""
+    group, groups = rows_to_groups(group_sizes, x.shape[0]), group_sizes.shape[0]
+    dots = jnp.sum(x.astype(jnp.float32) * _groups.of_group(bias.astype(jnp.float32), group, 0), axis=-1)
+    return jnp.where(group < groups, dots, 0)
 
 
 def rows_to_groups(group_sizes, m: int):
@@ -268,22 +286,6 @@ def _dot(a, b, batch: int, rhs_contracts: int):
     return lax.dot_general(a, b, (contract, batches), preferred_element_type=jnp.float32)
 
 
-def is_primal(leaf) -> bool:
-    """Whether it is a leaf as a forward rule with symbolic zeros gets it."""
-    return hasattr(leaf, "perturbed")
-
-
-def refuse_perturbed(op: str, argument: str, quantized) -> None:
-    """In a forward rule: a quantized operand is a constant."""
-    leaves = jax.tree.leaves(quantized, is_leaf=is_primal)
-    if any(leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating) for leaf in leaves):
-        why = "packed codes carry no gradient: what is quantized is frozen"
-        fix = "the high-precision array, or jax.lax.stop_gradient of the quantized one"
-        raise UnsupportedError(
-            message(op, argument, "a QuantizedTensor that is differentiated", "a constant", why, fix)
-        )
-
-
 # --- checks ---
 
 
@@ -338,9 +340,16 @@ def _check_groups(op: str, lhs, rhs, group_sizes) -> None:
             _check_same_sizes(op, name, q.group_sizes, group_sizes)
 
 
+def _on_host(a) -> bool:
+    """Whether a's values can be read without waiting for an accelerator."""
+    return isinstance(a, np.ndarray) or (
+        not isinstance(a, Tracer) and all(device.platform == "cpu" for device in a.devices())
+    )
+
+
 def _check_same_sizes(op: str, name: str, own, given) -> None:
     """The sizes that an operand was quantized with are those of the product; values, where they are known."""
-    known = own is not given and not isinstance(own, Tracer) and not isinstance(given, Tracer)
+    known = own is not given and all(_on_host(sizes) for sizes in (own, given))
     if own.shape != given.shape or (known and not np.array_equal(np.asarray(own), np.asarray(given))):
         shown = f"{given} beside {name}.group_sizes {own}" if known else f"of shape {given.shape}"
         why = f"{name} was quantized in these groups"

@@ -16,11 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Float32, Int32
 
 from jax_fp4._arguments import check_float
 from jax_fp4._errors import message
 from jax_fp4._recipe import check_choice
+from jax_fp4._rules import is_kept, keep, primals
 
 
 class Routing(NamedTuple):
@@ -49,8 +51,8 @@ def route(
     *,
     score: Literal["softmax", "sigmoid"] = "softmax",
     normalize: bool = True,
-    groups: int | None = None,
-    top_groups: int | None = None,
+    expert_groups: int | None = None,
+    top_expert_groups: int | None = None,
     bias: Float[Array, " e"] | None = None,
     scale: float = 1.0,
 ) -> Routing:
@@ -59,8 +61,8 @@ def route(
     score: how logits become scores in [0, 1], "softmax" over all experts or "sigmoid" of each.
     normalize: the weights of a token sum to 1 (times scale); with softmax this is the softmax of the chosen logits.
         False leaves the scores as they are, what a top_k of 1 wants (Switch): normalized, its weight is constant.
-    groups, top_groups: experts form `groups` equal groups of neighbours; only those of the top_groups groups with the
-        largest sum of two best scores can be chosen.
+    expert_groups, top_expert_groups: experts form so many equal groups of neighbours; only those of the
+        top_expert_groups groups with the largest sum of two best scores can be chosen.
     bias: [e], added to the scores for choosing groups and experts, not in the weights and without a gradient.
     scale: a constant factor of the weights.
 
@@ -70,18 +72,19 @@ def route(
 
     Everything is computed in float32 and returned so. Of equal experts, or groups, the lowest index comes first. A NaN
     logit makes the weights of its token NaN and leaves the indices in range; with sigmoid it is chosen first, and
-    without normalize only its own weight is NaN. -Inf excludes an expert, as long as top_k others are left.
+    without normalize only its own weight is NaN. Inf with softmax is as NaN; aux_loss is NaN with any token's weights.
+    -Inf excludes an expert, as long as top_k others are left.
     Raises TypeError or ValueError for what is not described here.
 
     Sources: Switch Transformer, arXiv 2101.03961 (aux_loss, equations 4 to 6); DeepSeek-V3, arXiv 2412.19437 (sigmoid
     scores, groups and bias; its routed scaling factor is `scale`).
     """
-    _check_route(logits, top_k, score, normalize, groups, top_groups, bias, scale)
+    _check_route(logits, top_k, score, normalize, expert_groups, top_expert_groups, bias, scale)
     logits = jnp.asarray(logits, jnp.float32)
     # Logarithms: a normalized weight is then a softmax, exact where every score of a token underflows.
     log_scores = jax.nn.log_softmax(logits) if score == "softmax" else jax.nn.log_sigmoid(logits)
     scores = jnp.exp(log_scores)
-    experts = _choose(*jax.lax.stop_gradient((logits, scores, bias)), top_k, groups, top_groups)
+    experts = _choose(*jax.lax.stop_gradient((logits, scores, bias)), top_k, expert_groups, top_expert_groups)
     chosen = jnp.take_along_axis(log_scores, experts, axis=-1)
     weights = jax.nn.softmax(chosen) if normalize else jnp.exp(chosen)
     share = scores if score == "softmax" else jax.nn.softmax(log_scores)
@@ -154,18 +157,20 @@ def group_weights(weights: Float[Array, "*b k"], order: Int32[Array, " n"]) -> F
 # --- choosing ---
 
 
-def _choose(logits, scores, bias, top_k: int, groups: int | None, top_groups: int | None) -> Int32[Array, "*b k"]:
+def _choose(
+    logits, scores, bias, top_k: int, expert_groups: int | None, top_expert_groups: int | None
+) -> Int32[Array, "*b k"]:
     """Experts by their scores; without a bias by the logits, in the same order and with no ties from underflow."""
     biased = scores if bias is None else scores + jnp.broadcast_to(jnp.asarray(bias, jnp.float32), scores.shape)
     ranked = logits if bias is None else biased
-    if groups is None or top_groups is None:
+    if expert_groups is None or top_expert_groups is None:
         return _top(ranked, top_k)
-    size = scores.shape[-1] // groups
-    grouped = _rankable(biased).reshape(*biased.shape[:-1], groups, size)
+    size = scores.shape[-1] // expert_groups
+    grouped = _rankable(biased).reshape(*biased.shape[:-1], expert_groups, size)
     best = jnp.sum(jax.lax.top_k(grouped, min(2, size))[0], axis=-1)
-    kept = jnp.sort(_top(best, top_groups), axis=-1)  # ascending, so that equal experts stay in order
+    kept = jnp.sort(_top(best, top_expert_groups), axis=-1)  # ascending, so that equal experts stay in order
     within = jnp.arange(size, dtype=jnp.int32).reshape((1,) * kept.ndim + (size,))
-    members = (kept[..., None] * size + within).reshape(*kept.shape[:-1], top_groups * size)
+    members = (kept[..., None] * size + within).reshape(*kept.shape[:-1], top_expert_groups * size)
     place = _top(jnp.take_along_axis(ranked, members, axis=-1), top_k)
     return jnp.take_along_axis(members, place, axis=-1)
 
@@ -238,22 +243,29 @@ def _combine(y: Float[Array, "n d"], weights: Float[Array, " n"] | None, order: 
 
 
 def _combine_fwd(y, weights, order, top_k: int):
-    kept = (y, weights) if weights is not None else None
-    return _combine(y, weights, order, top_k), (kept, order)
+    """Kept are y for the gradient of the weights, the weights for that of y."""
+    wants_y, wants_weights = y.perturbed, weights is not None and weights.perturbed
+    y, weights, order = primals((y, weights, order))
+    kept = keep(y if wants_weights else None, lambda: y), keep(weights if wants_y else None, lambda: weights)
+    return _combine(y, weights, order, top_k), (*kept, order)
 
 
 def _combine_bwd(top_k: int, residuals, dout):
-    kept, order = residuals
-    if kept is None:
+    y, weights, order = residuals
+    if isinstance(dout, SymbolicZero):
+        return None, None, None
+    if weights is None:
         return _spread(dout, order, top_k), None, None
-    y, weights = kept
-    spread = _take(dout, order // top_k).astype(jnp.float32)
-    dy = spread * _take(weights, order).astype(jnp.float32)[:, None]
-    dots = jnp.sum(spread * y.astype(jnp.float32), axis=-1)  # NaN in the tail stays there: the inverse never names it
-    return dy.astype(y.dtype), _take(dots, _inverse(order)).astype(weights.dtype), None
+    spread, dy, d_weights = _take(dout, order // top_k).astype(jnp.float32), None, None
+    if is_kept(weights):
+        dy = (spread * _take(weights, order).astype(jnp.float32)[:, None]).astype(y.dtype)
+    if is_kept(y):  # NaN in the tail stays there: the inverse never names it
+        dots = jnp.sum(spread * y.astype(jnp.float32), axis=-1)
+        d_weights = _take(dots, _inverse(order)).astype(weights.dtype)
+    return dy, d_weights, None
 
 
-_combine.defvjp(_combine_fwd, _combine_bwd)
+_combine.defvjp(_combine_fwd, _combine_bwd, symbolic_zeros=True)
 
 
 # --- checks ---
@@ -266,7 +278,7 @@ def _check_count(op: str, name: str, value: object, low: int, high: int | None, 
         raise ValueError(message(op, name, repr(value), needs, because, fix))
 
 
-def _check_route(logits, top_k, score, normalize, groups, top_groups, bias, scale) -> None:
+def _check_route(logits, top_k, score, normalize, expert_groups, top_expert_groups, bias, scale) -> None:
     op = "route"
     check_float(op, "logits", logits)
     if logits.ndim == 0 or logits.shape[-1] == 0:
@@ -283,21 +295,36 @@ def _check_route(logits, top_k, score, normalize, groups, top_groups, bias, scal
             shown, why = f"of shape {bias.shape}", "each expert has one"
             raise ValueError(message(op, "bias", shown, f"({e},)", why, "bias=None"))
     available, of = e, f"there are {e} experts"
-    if groups is not None or top_groups is not None:
-        _check_groups(op, e, groups, top_groups)
-        available, of = e // groups * top_groups, f"{top_groups} groups hold {e // groups * top_groups} experts"
-    _check_count(op, "top_k", top_k, 1, available, of, "top_k=1" if groups is None else "a larger top_groups")
+    if expert_groups is not None or top_expert_groups is not None:
+        _check_groups(op, e, expert_groups, top_expert_groups)
+        available = e // expert_groups * top_expert_groups
+        of = f"{top_expert_groups} groups hold {available} experts"
+    _check_count(
+        op, "top_k", top_k, 1, available, of, "top_k=1" if expert_groups is None else "a larger top_expert_groups"
+    )
 
 
-def _check_groups(op: str, e: int, groups, top_groups) -> None:
-    if groups is None or top_groups is None:
-        name, other = ("groups", "top_groups") if groups is None else ("top_groups", "groups")
+def _check_groups(op: str, e: int, expert_groups, top_expert_groups) -> None:
+    if expert_groups is None or top_expert_groups is None:
+        name, other = (
+            ("expert_groups", "top_expert_groups") if expert_groups is None else ("top_expert_groups", "expert_groups")
+        )
         why, fix = f"{other} is given and one means nothing without the other", f"{other}=None"
         raise ValueError(message(op, name, None, "a number", why, fix))
-    _check_count(op, "groups", groups, 1, e, f"there are {e} experts", "groups=None")
-    if e % groups:
-        raise ValueError(message(op, "groups", groups, f"a divisor of {e}", "groups of experts are equal", "groups=1"))
-    _check_count(op, "top_groups", top_groups, 1, groups, f"there are {groups} groups", f"top_groups={groups}")
+    _check_count(op, "expert_groups", expert_groups, 1, e, f"there are {e} experts", "expert_groups=None")
+    if e % expert_groups:
+        raise ValueError(
+            message(
+                op,
+                "expert_groups",
+                expert_groups,
+                f"a divisor of {e}",
+                "groups of experts are equal",
+                "expert_groups=1",
+            )
+        )
+    fix = f"top_expert_groups={expert_groups}"
+    _check_count(op, "top_expert_groups", top_expert_groups, 1, expert_groups, f"there are {expert_groups} groups", fix)
 
 
 def _check_indices(op: str, name: str, value) -> None:

@@ -149,7 +149,8 @@ class MoE(nn.Module):
     Each token goes through top_k of num_experts two-layer MLPs with `features` hidden units (`jax_fp4.moe`).
     Parameters: router/kernel [d, num_experts]; w_in [num_experts, d, 2 features] (gate columns first; no factor 2 where
     the activation has no gate), w_out [num_experts, features, out_features]; with use_bias b_in and b_out.
-    out_features: None is d. score, normalize, groups, top_groups, scale: how `jax_fp4.route` chooses and weighs.
+    out_features: None is d. score, normalize, expert_groups, top_expert_groups, scale: how `jax_fp4.route` chooses and
+        weighs.
     recipe, out_recipe: of the two products of the experts. router_recipe: of the router, which is computed in float32
         and left alone by default, under autocast too.
     selection_bias, of the call: [num_experts], added to the scores for choosing only.
@@ -166,8 +167,8 @@ class MoE(nn.Module):
     use_bias: bool = False
     score: str = "softmax"
     normalize: bool = True
-    groups: int | None = None
-    top_groups: int | None = None
+    expert_groups: int | None = None
+    top_expert_groups: int | None = None
     scale: float = 1.0
     dtype: Any = None
     param_dtype: Any = jnp.float32

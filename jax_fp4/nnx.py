@@ -151,10 +151,10 @@ class MoE(nnx.Module):
     Each token goes through top_k of num_experts two-layer MLPs with `features` hidden units (`jax_fp4.moe`).
     Parameters: router.kernel [in_features, num_experts]; w_in [num_experts, in_features, 2 features] (gate columns
     first; no factor 2 where the activation has no gate), w_out [num_experts, features, out_features]; with use_bias
-    b_in and b_out. out_features: None is in_features. score, normalize, groups, top_groups, scale: how `jax_fp4.route`
-    chooses and weighs. recipe, out_recipe: of the two products of the experts. router_recipe: of the router, which is
-    computed in float32 and left alone by default, under autocast too. selection_bias, of the call: [num_experts], added
-    to the scores for choosing only. The key as in `Linear`.
+    b_in and b_out. out_features: None is in_features. score, normalize, expert_groups, top_expert_groups, scale: how
+    `jax_fp4.route` chooses and weighs. recipe, out_recipe: of the two products of the experts. router_recipe: of the
+    router, which is computed in float32 and left alone by default, under autocast too. selection_bias, of the call:
+    [num_experts], added to the scores for choosing only. The key as in `Linear`.
 
     Add the aux_loss of the returned Routing, times a small factor, to the loss. Raises TypeError for a wrong recipe
     when the layer is made, and what `jax_fp4.moe` raises.
@@ -172,8 +172,8 @@ class MoE(nnx.Module):
         use_bias: bool = False,
         score: str = "softmax",
         normalize: bool = True,
-        groups: int | None = None,
-        top_groups: int | None = None,
+        expert_groups: int | None = None,
+        top_expert_groups: int | None = None,
         scale: float = 1.0,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
@@ -212,11 +212,11 @@ class MoE(nnx.Module):
         self.b_in = param(bias_init, (num_experts, hidden), bias_metadata) if use_bias else nnx.data(None)
         self.b_out = param(bias_init, (num_experts, out), bias_metadata) if use_bias else nnx.data(None)
         self.top_k, self.activation, self.dtype = top_k, activation, dtype
-        self.score, self.normalize, self.groups, self.top_groups, self.scale = (
+        self.score, self.normalize, self.expert_groups, self.top_expert_groups, self.scale = (
             score,
             normalize,
-            groups,
-            top_groups,
+            expert_groups,
+            top_expert_groups,
             scale,
         )
         self.recipe, self.out_recipe, self.sr = recipe, out_recipe, _stream(rngs)

@@ -406,7 +406,8 @@ def quantize(
     else:
         amax = _canonical_amax(xp, xp.asarray(amax, dtype=np.float32))
         if amax.shape != (expected := amax_shape(tuple(batch), rows, q, layout and layout.groups)):
-            raise ValueError(f"quantize: amax has shape {amax.shape}; needs {expected}, one a tensor, group or row.")
+            why = "there is one for the tensor, for each group, or for each row"
+            raise ValueError(message("quantize", "amax", f"of shape {amax.shape}", str(expected), why, "amax=None"))
     by_rows = (..., *[None] * (3 if q.row_scaled else 4))
     tensor_amax = amax[by_rows] if layout is None else layout.of_blocks(xp, amax, q)
 

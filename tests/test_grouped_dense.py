@@ -123,7 +123,7 @@ def test_every_expert_is_as_if_alone(name, sizes, followed):
 
 @pytest.mark.parametrize("name", ["default", NONE])
 def test_a_group_does_not_see_the_others(name):
-    """NaN in the first one's row, kernel and bias: the others keep their bits."""
+    """NaN in the first one's row, kernel and bias, Inf in its dy: the others keep their bits."""
     chosen, *_ = setting(name)
     x, kernel, bias = (np.array(a) for a in (X, W, B))
     want = grouped(chosen)(x, kernel, bias, DY, SIZES)
@@ -132,6 +132,12 @@ def test_a_group_does_not_see_the_others(name):
     for n, first in (("y", 17), ("x", 17), ("kernel", 1)):
         same(got[n][first:], want[n][first:])
         assert np.isnan(got[n][0]).any()
+    dy = np.array(DY)
+    dy[0, 0] = np.inf
+    got = grouped(chosen)(X, W, B, dy, SIZES)
+    for n, first in (("y", 0), ("x", 17), ("kernel", 1), ("bias", 1)):
+        same(got[n][first:], grouped(chosen)(X, W, B, DY, SIZES)[n][first:])
+    assert not np.isfinite(got["bias"][0]).all()
 
 
 def quantized_composition(x, kernel, bias, dy, sizes, key):

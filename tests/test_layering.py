@@ -19,7 +19,7 @@ RANKS = {
         0: "_formats _errors",
         1: "_recipe _array _record _placement _groups checkpoint_policies",
         2: "reference _ffi _arguments _ragged",
-        3: "_ops",
+        3: "_ops _rules",
         4: "_products",
         5: "_gather _modes _activations _norm",
         6: "_dense",

@@ -160,7 +160,7 @@ def test_grouped_dense_equals_the_function():
 @pytest.mark.core
 def test_moe_equals_the_function_and_draws_from_its_stream():
     """Every setting reaches it; and the same key gives the same bits, another other gradients."""
-    options = dict(score="sigmoid", normalize=False, groups=2, top_groups=1, scale=2.5, top_k=1)
+    options = dict(score="sigmoid", normalize=False, expert_groups=2, top_expert_groups=1, scale=2.5, top_k=1)
     products = dict(
         activation=fp4.Activation("clamped_qgeglu", limit=2.0),
         recipe=recipe("unquant", two_dimensional_weights=False),
@@ -413,7 +413,7 @@ def test_wrong_recipe_is_refused_when_the_layer_is_made(name, wrong):
 def test_bad_input():
     for fields, says in [
         (dict(top_k=5), "top_k is 5; needs an integer from 1 to 4 because there are 4 experts"),
-        (dict(groups=3, top_groups=1), "groups is 3; needs a divisor of 4"),
+        (dict(expert_groups=3, top_expert_groups=1), "expert_groups is 3; needs a divisor of 4"),
         (dict(score="tanh"), "score is 'tanh'"),
         (dict(activation="swishglu"), "^MoE: activation is 'swishglu'; needs one of"),
     ]:

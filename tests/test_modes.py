@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_fp4 as fp4
-from jax_fp4 import _modes
+from jax_fp4 import _modes, _rules
 
 
 @pytest.mark.core
@@ -22,7 +22,7 @@ def test_tiles_turned_equal_the_other_plane(k, n):
 
 def test_keep_has_one_tree():
     make = lambda: fp4.quantize(jnp.ones((16, 32)))  # noqa: E731
-    kept, empty = _modes.keep(make(), make), _modes.keep(None, make)
+    kept, empty = _rules.keep(make(), make), _rules.keep(None, make)
     assert jax.tree.structure(kept) == jax.tree.structure(empty)
-    assert _modes.is_kept(kept) and not _modes.is_kept(empty)
-    assert _modes.is_kept(fp4.quantize(jnp.ones((0, 32))))  # empty because x is, not because nobody needs it
+    assert _rules.is_kept(kept) and not _rules.is_kept(empty)
+    assert _rules.is_kept(fp4.quantize(jnp.ones((0, 32))))  # empty because x is, not because nobody needs it

@@ -58,15 +58,15 @@ def step(function, **options):
 # --- without a recipe: every expert on every token ---
 
 
-def chosen_by_hand(logits, top_k, score="softmax", groups=1, top_groups=1, bias=0.0, **_):
+def chosen_by_hand(logits, top_k, score="softmax", expert_groups=1, top_expert_groups=1, bias=0.0, **_):
     """[..., e] booleans: the experts of each token, by loops."""
     mask = np.zeros(logits.shape, bool)
     for token in np.ndindex(logits.shape[:-1]):
         row = np.asarray(logits[token], np.float64)
         ranked = (np.exp(row) / np.exp(row).sum() if score == "softmax" else 1 / (1 + np.exp(-row))) + np.asarray(bias)
-        parts = np.split(np.arange(E), groups)
+        parts = np.split(np.arange(E), expert_groups)
         parts.sort(key=lambda part: -np.sort(ranked[part])[-2:].sum())
-        allowed = np.concatenate(parts[:top_groups])
+        allowed = np.concatenate(parts[:top_expert_groups])
         mask[token][allowed[np.argsort(-ranked[allowed])[:top_k]]] = True
     return mask
 
@@ -98,7 +98,7 @@ LOADS = {
         dict(top_k=2),
         dict(top_k=E),
         dict(top_k=1, score="sigmoid", normalize=False, scale=2.5),
-        dict(top_k=3, score="sigmoid", groups=3, top_groups=2, bias=normal(7, E) / 4),
+        dict(top_k=3, score="sigmoid", expert_groups=3, top_expert_groups=2, bias=normal(7, E) / 4),
     ],
     ids=lambda options: " ".join(options),
 )
@@ -273,7 +273,7 @@ def test_checkpoint_changes_nothing():
     [
         (dict(top_k=7), ValueError, "top_k is 7; needs an integer from 1 to 6"),
         (dict(top_k=0), ValueError, "top_k is 0"),
-        (dict(top_k=3, groups=3, top_groups=1), ValueError, "top_k is 3; .* 1 groups hold 2 experts"),
+        (dict(top_k=3, expert_groups=3, top_expert_groups=1), ValueError, "top_k is 3; .* 1 groups hold 2 experts"),
         (dict(score="tanh"), ValueError, "score is 'tanh'"),
         (dict(bias=jnp.ones(E + 1)), ValueError, r"bias is of shape \(7,\); needs \(6,\)"),
         (dict(logits=normal(1, *LEAD, E + 1)), ValueError, r"logits is of shape \(3, 4, 7\); needs \(3, 4, 6\)"),

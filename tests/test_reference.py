@@ -507,7 +507,7 @@ def test_refusals():
             reference.quantize(x, None, key, None, Quantization(**flags))
     with pytest.raises(ValueError, match="needs values >= 0"):
         reference.quantize(x, np.array(-1, F32), None, None, Quantization())
-    with pytest.raises(ValueError, match=r"amax has shape \(16,\); needs \(\)"):
+    with pytest.raises(ValueError, match=r"amax is of shape \(16,\); needs \(\)"):
         reference.quantize(x, np.ones(16, F32), None, None, Quantization())
 
 

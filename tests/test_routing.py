@@ -38,17 +38,19 @@ def best(values, k):
     return sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
 
 
-def route_by_loop(logits, k, score="softmax", normalize=True, groups=None, top_groups=None, bias=None, scale=1.0):
+def route_by_loop(
+    logits, k, score="softmax", normalize=True, expert_groups=None, top_expert_groups=None, bias=None, scale=1.0
+):
     logits = np.asarray(logits, np.float64)
     e, weights, experts, share = logits.shape[-1], [], [], []
     for row in logits:
         scores = softmax(row) if score == "softmax" else 1 / (1 + np.exp(-row))
         ranked = scores + (0 if bias is None else np.asarray(bias, np.float64))
         allowed = range(e)
-        if groups:
-            size = e // groups
-            sums = [np.sort(ranked[g * size : (g + 1) * size])[-2:].sum() for g in range(groups)]
-            kept = best(sums, top_groups)
+        if expert_groups:
+            size = e // expert_groups
+            sums = [np.sort(ranked[g * size : (g + 1) * size])[-2:].sum() for g in range(expert_groups)]
+            kept = best(sums, top_expert_groups)
             allowed = [i for i in range(e) if i // size in kept]
         chosen = [allowed[i] for i in best([ranked[i] for i in allowed], k)]
         w = scores[chosen]
@@ -66,10 +68,10 @@ OPTIONS = [
     dict(score="sigmoid"),
     dict(score="sigmoid", normalize=False, scale=2.5),
     dict(bias=True),
-    dict(groups=4, top_groups=2),
-    dict(score="sigmoid", groups=4, top_groups=3, bias=True, scale=2.5),
-    dict(groups=8, top_groups=3),  # groups of one
-    dict(groups=1, top_groups=1),
+    dict(expert_groups=4, top_expert_groups=2),
+    dict(score="sigmoid", expert_groups=4, top_expert_groups=3, bias=True, scale=2.5),
+    dict(expert_groups=8, top_expert_groups=3),  # groups of one
+    dict(expert_groups=1, top_expert_groups=1),
 ]
 
 
@@ -92,7 +94,7 @@ def test_options_matter():
     """The groups and the bias of the test above change what is chosen."""
     logits = normal(64, 8)
     plain = route(logits, 3).experts
-    for options in (dict(bias=normal(8, seed=1) / 4), dict(groups=4, top_groups=2)):
+    for options in (dict(bias=normal(8, seed=1) / 4), dict(expert_groups=4, top_expert_groups=2)):
         assert (route(logits, 3, **options).experts != plain).any()
 
 
@@ -162,8 +164,12 @@ def test_ties_take_the_lowest_index():
     np.testing.assert_array_equal(route(jnp.zeros((2, 6)), 3).experts, [[0, 1, 2]] * 2)
     np.testing.assert_array_equal(route(jnp.array([[-0.0, 0.0, 0.0]]), 2).experts, [[0, 1]])
     tied = jnp.array([[0.0, 1, 1, 0, 1, 1]])
-    np.testing.assert_array_equal(route(tied, 2, groups=3, top_groups=2).experts, [[1, 4]])  # groups 2 and 0
-    np.testing.assert_array_equal(route(jnp.zeros((1, 6)), 4, groups=3, top_groups=2).experts, [[0, 1, 2, 3]])
+    np.testing.assert_array_equal(
+        route(tied, 2, expert_groups=3, top_expert_groups=2).experts, [[1, 4]]
+    )  # groups 2 and 0
+    np.testing.assert_array_equal(
+        route(jnp.zeros((1, 6)), 4, expert_groups=3, top_expert_groups=2).experts, [[0, 1, 2, 3]]
+    )
 
 
 def test_scores_that_underflow_still_rank_and_sum_to_one():
@@ -176,16 +182,16 @@ def test_scores_that_underflow_still_rank_and_sum_to_one():
 
 
 @pytest.mark.parametrize("nan", [NAN, -NAN])
-@pytest.mark.parametrize("options", [{}, dict(score="sigmoid"), dict(groups=2, top_groups=1)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(score="sigmoid"), dict(expert_groups=2, top_expert_groups=1)], ids=str)
 def test_nan_logits(options, nan):
     logits = jnp.array([[0.0, 1, nan, 3], [0.0, 1, 2, 3]])
     routing = route(logits, 2, **options)
     assert ((routing.experts >= 0) & (routing.experts < 4)).all()
-    assert routing.experts[0, 0] == 2 or "groups" in options
+    assert routing.experts[0, 0] == 2 or "expert_groups" in options
     assert np.isnan(routing.weights[0]).all() and np.isfinite(routing.weights[1]).all()
 
 
-@pytest.mark.parametrize("options", [{}, dict(score="sigmoid"), dict(groups=2, top_groups=2)], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(score="sigmoid"), dict(expert_groups=2, top_expert_groups=2)], ids=str)
 def test_minus_infinity_excludes(options):
     logits = jnp.array([[-INF, 1, -INF, 0]])
     routing, vjp = jax.vjp(lambda x: route(x, 2, **options).weights, logits)
@@ -373,7 +379,15 @@ def test_transformations():
 
 def test_options_under_strict_promotion():
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        route(normal(2, 3, 8), 3, score="sigmoid", groups=4, top_groups=2, bias=normal(8, dtype=jnp.bfloat16), scale=2)
+        route(
+            normal(2, 3, 8),
+            3,
+            score="sigmoid",
+            expert_groups=4,
+            top_expert_groups=2,
+            bias=normal(8, dtype=jnp.bfloat16),
+            scale=2,
+        )
 
 
 def test_second_derivative():
@@ -452,12 +466,28 @@ Y, WEIGHTS, LOGITS = jnp.ones((T * K, D)), jnp.ones((T, K)), jnp.ones((T, 8))
         (lambda: route(LOGITS, 2, normalize=1), ValueError, "normalize is 1"),
         (lambda: route(LOGITS, 2, scale=NAN), ValueError, "scale is nan"),
         (lambda: route(LOGITS, 2, scale="1"), ValueError, "scale is '1'"),
-        (lambda: route(LOGITS, 2, groups=3, top_groups=1), ValueError, "groups is 3; needs a divisor of 8"),
-        (lambda: route(LOGITS, 2, groups=9, top_groups=1), ValueError, "groups is 9"),
-        (lambda: route(LOGITS, 2, groups=4, top_groups=5), ValueError, "top_groups is 5; needs an integer from 1 to 4"),
-        (lambda: route(LOGITS, 3, groups=4, top_groups=1), ValueError, "top_k is 3; .* 1 groups hold 2 experts"),
-        (lambda: route(LOGITS, 2, groups=4), ValueError, "top_groups is None; needs a number because groups is given"),
-        (lambda: route(LOGITS, 2, top_groups=4), ValueError, "groups is None"),
+        (
+            lambda: route(LOGITS, 2, expert_groups=3, top_expert_groups=1),
+            ValueError,
+            "expert_groups is 3; needs a divisor of 8",
+        ),
+        (lambda: route(LOGITS, 2, expert_groups=9, top_expert_groups=1), ValueError, "expert_groups is 9"),
+        (
+            lambda: route(LOGITS, 2, expert_groups=4, top_expert_groups=5),
+            ValueError,
+            "top_expert_groups is 5; needs an integer from 1 to 4",
+        ),
+        (
+            lambda: route(LOGITS, 3, expert_groups=4, top_expert_groups=1),
+            ValueError,
+            "top_k is 3; .* 1 groups hold 2 experts",
+        ),
+        (
+            lambda: route(LOGITS, 2, expert_groups=4),
+            ValueError,
+            "top_expert_groups is None; needs a number because expert_groups is given",
+        ),
+        (lambda: route(LOGITS, 2, top_expert_groups=4), ValueError, "expert_groups is None"),
         (lambda: route(LOGITS, 2, bias=jnp.ones(7)), ValueError, r"bias is of shape \(7,\); needs \(8,\)"),
         (lambda: route(LOGITS, 2, bias=jnp.ones(8, jnp.int32)), TypeError, "bias is an array of int32"),
         (lambda: route(jnp.ones((T, 8), jnp.int32), 2), TypeError, "logits is an array of int32"),

@@ -1,0 +1,43 @@
+"""What the custom_vjp rules of this package share: symbolic zeros, and residuals of one tree whatever is needed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fp4 import _record
+from jax_fp4._errors import UnsupportedError, message
+
+
+def is_primal(leaf) -> bool:
+    """Whether it is a leaf as a forward rule with symbolic zeros gets it: a value, and whether it is perturbed."""
+    return hasattr(leaf, "perturbed")
+
+
+def primals(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.value, tree, is_leaf=is_primal)
+
+
+def refuse_perturbed(op: str, argument: str, quantized: Any) -> None:
+    """In a forward rule: a quantized operand is a constant."""
+    leaves = jax.tree.leaves(quantized, is_leaf=is_primal)
+    if any(leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.floating) for leaf in leaves):
+        why = "packed codes carry no gradient: what is quantized is frozen"
+        fix = "the high-precision array, or jax.lax.stop_gradient of the quantized one"
+        raise UnsupportedError(
+            message(op, argument, "a QuantizedTensor that is differentiated", "a constant", why, fix)
+        )
+
+
+def keep(part: Any, shape_of: Callable[[], Any]) -> Any:
+    """`part`, or where it is None the tree that shape_of() would give, of empty arrays. JAX keeps one residual tree for
+    each traced function, so a tree that varied with what is differentiated would give silent wrong gradients."""
+    if part is not None:
+        return part
+    with _record.paused():
+        return jax.tree.map(lambda leaf: jnp.zeros(0, leaf.dtype), jax.eval_shape(shape_of))
+
+
+def is_kept(part: Any) -> bool:
+    return jax.tree.leaves(part)[0].shape != (0,)
