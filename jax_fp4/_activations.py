@@ -128,14 +128,20 @@ def _apply_fwd(h, activation: Activation):
 
 
 def _apply_bwd(activation: Activation, h, dy):
-    """Derivatives are multiplied before dy is: a derivative of 0 then meets nothing that overflowed."""
+    """Derivatives are multiplied before dy is: a derivative of 0 then meets nothing that overflowed. Nor does a dy of
+    0, as that of a masked row."""
     function, dy = _ACTIVATIONS[activation.name], dy.astype(jnp.float32)
+
+    def pulled_back(slope):
+        return jnp.where(dy == 0, 0, dy * slope)
+
     if function.linear is None:
-        return ((dy * function.gate(h.astype(jnp.float32), activation)[1]).astype(h.dtype),)
+        return (pulled_back(function.gate(h.astype(jnp.float32), activation)[1]).astype(h.dtype),)
     gate, linear = jnp.split(h.astype(jnp.float32), 2, axis=-1)
     value, slope = function.gate(gate, activation)
     linear_value, linear_slope = function.linear(linear, activation)
-    return (jnp.concatenate([dy * (slope * linear_value), dy * (value * linear_slope)], axis=-1).astype(h.dtype),)
+    both = pulled_back(slope * linear_value), pulled_back(value * linear_slope)
+    return (jnp.concatenate(both, axis=-1).astype(h.dtype),)
 
 
 _apply.defvjp(_apply_fwd, _apply_bwd)

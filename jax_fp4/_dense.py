@@ -60,7 +60,7 @@ def dense(
         y_dtype = float_dtype(op, "preferred_element_type", preferred_element_type, "y is written in it")
     if chosen is None:
         return _high_precision(x, kernel, bias, y_dtype)
-    rows = x.reshape(math.prod(x.shape[:-1]), k)  # not -1: k may be 0
+    rows = jnp.asarray(x).reshape(math.prod(x.shape[:-1]), k)  # not -1: k may be 0
     check_padding(op, chosen, k, n, rows.shape[0])
     seed = None if key is None else key_words(op, key)
     static = Static(op, chosen, x.dtype, y_dtype, kernel_dtype(kernel), None if bias is None else bias.dtype)

@@ -46,7 +46,7 @@ def grouped_dense(
     y_dtype = x.dtype
     if preferred_element_type is not None:
         y_dtype = float_dtype(op, "preferred_element_type", preferred_element_type, "y is written in it")
-    rows = x.reshape(math.prod(x.shape[:-1]), k)  # not -1: k may be 0
+    rows = jnp.asarray(x).reshape(math.prod(x.shape[:-1]), k)  # not -1: k may be 0
     static = Static(op, chosen, x.dtype, y_dtype, kernel_dtype(kernel), None if bias is None else bias.dtype)
     seed = None if key is None else key_words(op, key)
     y: Any = affine(rows, kernel, bias, seed, jnp.asarray(group_sizes), static)

@@ -120,7 +120,9 @@ def grouped_mlp(
         _record.record(_record.LayerEvent(_record.path(), op, operand_shape, kernel_shape, chosen, reason))
         check_padding(op, chosen, *kernel_shape[1:], names=names)
     m = math.prod(x.shape[:-1])
-    arguments = Arguments(x.reshape(m, k), w_in, w_out, b_in, b_out, None if probs is None else probs.reshape(m))
+    arguments = Arguments(
+        jnp.asarray(x).reshape(m, k), w_in, w_out, b_in, b_out, None if probs is None else probs.reshape(m)
+    )
     seeds = None
     if key is not None:
         key_words(op, key)  # refuses what is no key in our words, before fold_in does

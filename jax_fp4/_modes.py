@@ -1,5 +1,6 @@
 """What each backward mode multiplies and keeps: the table of docs/numerics.md, section 4, as code."""
 
+import dataclasses
 from typing import Any, NamedTuple, assert_never
 
 import jax
@@ -112,7 +113,16 @@ def residuals(
         case _:
             assert_never(mode)
     draw = seed if mode is BackwardMode.DEFAULT and seed is not None else jnp.zeros(0, jnp.uint32)
-    return Residuals(for_dw, for_dx, draw)
+    return Residuals(_with_scale_type(for_dw, jnp.uint8), _with_scale_type(for_dx, jnp.uint8), draw)
+
+
+def _with_scale_type(part: Any, dtype) -> Any:
+    """A residual with its E4M3 block scales as bytes, or as E4M3 again. jax.checkpoint rounds the float residuals that
+    its policy saves "to their own precision", which for float8_e4m3fn is one that ends at 240: larger scales, and most
+    tensors have one, would become NaN."""
+    if not isinstance(part, QuantizedTensor):
+        return part
+    return dataclasses.replace(part, block_scale=jax.lax.bitcast_convert_type(part.block_scale, dtype))
 
 
 def gradients(
@@ -127,6 +137,7 @@ def gradients(
         assert recipe is not None
         along_n, along_m = quantize_gradient(dy, recipe, kept.seed, needs, group_sizes)
     x_dtype, kernel_dtype = dtypes
+    kept = Residuals(*(_with_scale_type(part, jnp.float8_e4m3fn) for part in kept[:2]), kept.seed)
     dx = _backward_product(along_n, kept.kernel.mT, x_dtype, dy.dtype, group_sizes) if needs.x else None
     dw = _backward_product(kept.x.mT, along_m, kernel_dtype, dy.dtype, group_sizes) if needs.kernel else None
     return dx, dw

@@ -161,7 +161,10 @@ def _choose(
     logits, scores, bias, top_k: int, expert_groups: int | None, top_expert_groups: int | None
 ) -> Int32[Array, "*b k"]:
     """Experts by their scores; without a bias by the logits, in the same order and with no ties from underflow."""
-    biased = scores if bias is None else scores + jnp.broadcast_to(jnp.asarray(bias, jnp.float32), scores.shape)
+    biased = scores
+    if bias is not None:  # which brings no excluded expert back
+        biased = scores + jnp.broadcast_to(jnp.asarray(bias, jnp.float32), scores.shape)
+        biased = jnp.where(logits == -jnp.inf, -jnp.inf, biased)
     ranked = logits if bias is None else biased
     if expert_groups is None or top_expert_groups is None:
         return _top(ranked, top_k)
@@ -287,7 +290,7 @@ def _check_route(logits, top_k, score, normalize, expert_groups, top_expert_grou
     e = logits.shape[-1]
     check_choice(op, "score", score, ("softmax", "sigmoid"), "these make scores of logits")
     check_choice(op, "normalize", normalize, (True, False), "it is a switch")
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not abs(scale) <= jnp.finfo(jnp.float32).max:
         raise ValueError(message(op, "scale", repr(scale), "a finite number", "it is a constant factor", "scale=1.0"))
     if bias is not None:
         check_float(op, "bias", bias)

@@ -75,7 +75,7 @@ def kept(layer, **arrays) -> dict[tuple, int]:
 
 def packed(rows: tuple[int, ...], blocked: int) -> dict[tuple, int]:
     """One array of codes and one of scales."""
-    return {((*rows, blocked // 2), "uint8"): 1, ((*rows, blocked // 16), "float8_e4m3fn"): 1}
+    return {((*rows, blocked // 2), "uint8"): 1, ((*rows, blocked // 16), "uint8"): 1}
 
 
 def nbytes(arrays: dict[tuple, int]) -> int:

@@ -139,7 +139,7 @@ def test_clamps_pass_the_gradient_on_their_bounds_and_none_beyond(limit):
     clamped = Activation("clamped_qgeglu", limit=limit)
     beyond = np.nextafter(np.float32(limit), np.float32(100))
     assert slopes(clamped, limit, 0.5)[0] > 0 and slopes(clamped, beyond, 0.5)[0] == 0
-    assert slopes(clamped, -10 * limit, 0.5)[0] != 0 or limit > 2  # the gate has no lower bound
+    assert slopes(clamped, -1.5 * limit, 0.5)[0] != 0  # the gate has no lower bound
     assert slopes(clamped, 1.0, limit)[1] == slopes(clamped, 1.0, -limit)[1] == slopes(clamped, 1.0, 0.0)[1] > 0
     assert slopes(clamped, 1.0, beyond)[1] == slopes(clamped, 1.0, -beyond)[1] == 0
 

@@ -474,3 +474,19 @@ def test_strict_refuses_padding_at_the_forward():
         with pytest.raises(fp4.UnsupportedError, match=r"dense: x \(rows\) is of extent 24; needs a multiple of 16"):
             fp4.dense(x, w, recipe=recipe())
         assert fp4.dense(x, w, recipe=recipe("dequant")).shape == (24, N)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", ["default", "unquant", "dequant"])
+def test_saving_checkpoint_policies_keep_the_scales(mode):
+    """JAX rounds saved float residuals "to their own precision", for float8_e4m3fn one that ends at 240."""
+    recipe = fp4.NVFP4BlockScaling(backward_mode=mode, stochastic_rounding=False)
+    x, w = jax.random.normal(jax.random.key(1), (16, 16)), jax.random.normal(jax.random.key(2), (16, 16))
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin(fp4.dense(x, w, recipe=recipe)))
+
+    want = jax.grad(loss, (0, 1))(x, w)
+    for policy in (jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.nothing_saveable):
+        for a, b in zip(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1))(x, w), want, strict=True):
+            np.testing.assert_array_equal(a, b)

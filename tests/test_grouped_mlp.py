@@ -220,7 +220,7 @@ def test_what_is_kept(mode, g):
     layer = partial(fp4.grouped_mlp, group_sizes=jnp.zeros(g, jnp.int32), recipe=recipe(mode), key=KEY)
     positions = 16 * ((m + 15 * g) // 16)
     array = lambda *shape, dtype="float32": {(shape, dtype): 1}  # noqa: E731
-    hidden, nothing = array(m, h, dtype="bfloat16"), {}
+    hidden = array(m, h, dtype="bfloat16")
     x, w_in, a, w_out = {
         "default": (packed((k,), positions), packed((g, k), h), packed((f,), positions), packed((g, f), n)),
         "unquant": (array(m, k, dtype="bfloat16"), array(g, k, h), hidden, array(g, f, n)),
@@ -234,7 +234,7 @@ def test_what_is_kept(mode, g):
         (("w_out",), {}, a),
         (("b_in",), {}, w_out | hidden),
         (("x", "w_in", "w_out", "b_in"), {}, x | w_in | a | w_out | hidden),
-        (("b_out",), both, nothing | extra),
+        (("b_out",), both, array(m)),
         (("probs",), both, w_out | hidden | extra),
         (tuple(arrays | both), both, x | w_in | a | w_out | hidden | extra),
     )
@@ -416,3 +416,24 @@ def test_strict_refuses_padding_at_the_forward():
             "^grouped_mlp: w_out is of extent 10",
         )
         assert shape(NONE) == (M, N)
+
+
+def test_second_derivatives_without_a_recipe():
+    """With biases and probs: every rule inside has one of its own."""
+    sizes = jnp.int32([3, 0, 2])
+    x, w_in, w_out = normal(1, 6, 4), normal(2, 3, 4, 6), normal(3, 3, 3, 5)
+    more = dict(b_in=normal(4, 3, 6), b_out=normal(5, 3, 5), probs=normal(6, 6))
+    group = jnp.array([0, 0, 0, 2, 2, 0])
+
+    def layer(x, b_out, probs):
+        return jnp.sum(fp4.grouped_mlp(x, w_in, w_out, sizes, **(more | dict(b_out=b_out, probs=probs))) ** 2)
+
+    def plain(x, b_out, probs):
+        gate, linear = jnp.split(jnp.einsum("mk,mkh->mh", x, w_in[group]) + more["b_in"][group], 2, -1)
+        y = jnp.einsum("mf,mfn->mn", jax.nn.silu(gate) * linear, w_out[group]) + b_out[group]
+        return jnp.sum((probs[:, None] * y)[:5] ** 2)
+
+    arguments = x, more["b_out"], more["probs"]
+    both = [jax.jit(jax.jacrev(jax.grad(f, (0, 1, 2)), (0, 1, 2)))(*arguments) for f in (layer, plain)]
+    for a, b in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)

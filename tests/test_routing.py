@@ -521,3 +521,9 @@ def test_errors(call, error, says):
     with pytest.raises(error, match=says) as caught:
         call()
     assert "; needs " in str(caught.value) and " because " in str(caught.value) and " Try " in str(caught.value)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_a_bias_brings_no_excluded_expert_back(score):
+    logits, bias = jnp.array([[1.0, 2.0, -jnp.inf, 0.0]]), jnp.array([0.0, 0.0, 1.5, 0.0])
+    assert 2 not in np.asarray(route(logits, 2, score=score, bias=bias).experts)
