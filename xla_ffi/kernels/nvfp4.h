@@ -20,6 +20,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "types.h"
+
 #if defined(__CUDACC__)
 #define JAX_FP4_MEMBER __host__ __device__ __forceinline__ static
 #define JAX_FP4_FN __host__ __device__ __forceinline__ static
@@ -43,8 +45,6 @@ constexpr uint32_t kNanScale = 0x7Fu;
 constexpr uint32_t kHadamardSigns = 0xD7E8u;  // bit i: element i is negated first
 
 JAX_FP4_FN int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-enum class ErrorNorm : int32_t { kNone = 0, kMae = 1, kMse = 2 };
 
 // What a lane type must offer. Bit patterns compared by lesser and greater are below 2^31.
 template <class F>
