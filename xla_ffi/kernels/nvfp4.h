@@ -25,9 +25,15 @@
 #if defined(__CUDACC__)
 #define JAX_FP4_MEMBER __host__ __device__ __forceinline__ static
 #define JAX_FP4_FN __host__ __device__ __forceinline__ static
+#if defined(__CUDA_ARCH__)
+#define JAX_FP4_UNROLL _Pragma("unroll")  // arrays stay in registers
+#else
+#define JAX_FP4_UNROLL
+#endif
 #else
 #define JAX_FP4_MEMBER [[gnu::always_inline]] inline static
 #define JAX_FP4_FN [[gnu::always_inline]] inline static
+#define JAX_FP4_UNROLL
 #endif
 
 namespace jax_fp4 {
@@ -275,6 +281,7 @@ JAX_FP4_FN F four_over_six_error(F a, F multiplier, F scale, F amax, F six_bound
 template <class F>
 JAX_FP4_FN void philox(Bits<F> counter[4], uint32_t key0, uint32_t key1) {
   using L = Lanes<F>;
+  JAX_FP4_UNROLL
   for (int round = 0; round < 10; ++round) {
     Bits<F> high0, high1;
     const Bits<F> low0 = L::multiply(counter[0], 0xD2511F53u, &high0);
@@ -304,15 +311,18 @@ JAX_FP4_FN F round_to_bfloat16(F value) {
 template <class F>
 JAX_FP4_FN void hadamard16(F v[kBlock]) {
   using L = Lanes<F>;
+  JAX_FP4_UNROLL
   for (int i = 0; i < kBlock; ++i)
     if ((kHadamardSigns >> i) & 1u) v[i] = L::from_bits(L::bits(v[i]) ^ ~kMagnitude);
-  for (int stride = 1; stride < kBlock; stride *= 2)
-    for (int i = 0; i < kBlock; ++i)
-      if ((i & stride) == 0) {
-        const F a = v[i], b = v[i + stride];
-        v[i] = a + b;
-        v[i + stride] = a - b;
-      }
+  JAX_FP4_UNROLL
+  for (int stride = 1; stride < kBlock; stride *= 2) JAX_FP4_UNROLL
+  for (int i = 0; i < kBlock; ++i)
+    if ((i & stride) == 0) {
+      const F a = v[i], b = v[i + stride];
+      v[i] = a + b;
+      v[i + stride] = a - b;
+    }
+  JAX_FP4_UNROLL
   for (int i = 0; i < kBlock; ++i) v[i] = round_to_bfloat16(v[i] * 0.25f);
 }
 

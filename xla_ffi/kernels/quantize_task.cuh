@@ -1,0 +1,146 @@
+// What the kernels of quantize_transpose.h share: the problem with its row blocks, and how one
+// element is loaded.
+//
+// A row block is a block of the column-wise form seen from x: up to 16 consecutive rows of one
+// matrix. Without groups it is arithmetic; with groups a table in scratch, made by plan_groups, so
+// that no other kernel searches. Blocks after the last group have no rows: x is zero there, and so
+// are the codes and scales that follow.
+#ifndef JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TASK_CUH_
+#define JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TASK_CUH_
+
+#include <cuda_fp16.h>
+
+#include "nvfp4.h"
+#include "ptx.cuh"
+#include "quantize_transpose.h"
+
+namespace jax_fp4::cuda {
+
+constexpr uint32_t kRowDirection = 0, kColumnDirection = 1;  // Philox counter word 2
+
+struct alignas(16) RowBlock {
+  int32_t row, rows;  // of the batch entry
+  int32_t group;
+  int32_t number;  // among the blocks of its group
+};
+
+struct QuantizeTask {
+  QuantizeProblem p;
+  int64_t row_blocks;    // of a batch entry
+  RowBlock* blocks;      // [batch, row_blocks] if grouped
+  int32_t* group_rows;   // [batch, groups] if grouped
+  int32_t* first_block;  // [batch, groups] if grouped
+  int32_t* first_row;    // [batch, groups + 1] if grouped: the last is where the groups end
+
+  __device__ RowBlock row_block(int64_t entry, int64_t block) const {
+    if (p.grouped) {
+      const int4 from = __ldg(reinterpret_cast<const int4*>(blocks + entry * row_blocks + block));
+      return {from.x, from.y, from.z, from.w};
+    }
+    const int64_t row = block * kBlock;
+    const int64_t rows = p.m - row < kBlock ? p.m - row : kBlock;
+    return {static_cast<int32_t>(row), static_cast<int32_t>(rows), 0, static_cast<int32_t>(block)};
+  }
+
+  // The matrix of which a row block is part, as amaxes count them.
+  __device__ int64_t matrix(int64_t entry, const RowBlock& block) const {
+    return entry * p.groups + block.group;
+  }
+};
+
+// Host: the table's pointers into scratch. With null, only the size counts.
+int64_t lay_out_scratch(QuantizeTask& task, void* scratch);
+
+// Where the blocks of one stored form of one matrix lie in the global tensor, for the random bytes.
+struct Origin {
+  uint32_t key0, key1, direction, expert;
+  uint64_t row, block, blocks;
+
+  __device__ static Origin of(const QuantizeTask& task, int64_t entry, int32_t group,
+                              uint32_t direction) {
+    const QuantizeProblem& p = task.p;
+    const uint32_t* seed = p.seed + 4 * entry;
+    const int64_t m_total = p.grouped ? task.group_rows[entry * p.groups + group] : p.m_total;
+    const uint32_t m_origin = p.grouped ? 0 : seed[2], k_origin = seed[3];
+    const bool rows = direction == kRowDirection;
+    return {seed[0],
+            seed[1],
+            direction,
+            p.grouped ? seed[2] + static_cast<uint32_t>(group) : 0,
+            rows ? m_origin : k_origin,
+            (rows ? k_origin : m_origin) / kBlock,
+            static_cast<uint64_t>(ceil_div(rows ? p.k_total : m_total, kBlock))};
+  }
+
+  // The sixteen bytes of a block, of which the local row and block are given.
+  __device__ __forceinline__ void draw(int64_t local_row, int64_t local_block,
+                                       uint32_t word[4]) const {
+    const uint64_t index = (row + static_cast<uint64_t>(local_row)) * blocks + block +
+                           static_cast<uint64_t>(local_block);
+    word[0] = static_cast<uint32_t>(index);
+    word[1] = static_cast<uint32_t>(index >> 32);
+    word[2] = direction;
+    word[3] = expert;
+    philox<float>(word, key0, key1);
+  }
+};
+
+__device__ __forceinline__ float round_to(DType compute, float value) {
+  switch (compute) {
+    case DType::kF32:
+      return value;
+    case DType::kBF16:
+      return round_to_bfloat16(value);
+    case DType::kF16:
+      return __half2float(__float2half_rn(value));
+  }
+  return value;
+}
+
+// Element `index` of x, rounded to the compute dtype.
+__device__ __forceinline__ float load_element(const QuantizeProblem& p, int64_t index) {
+  switch (p.x_dtype) {
+    case DType::kF32:
+      return round_to(p.compute, static_cast<const float*>(p.x)[index]);
+    case DType::kBF16:
+      return round_to(
+          p.compute,
+          __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(p.x)[index]) << 16));
+    case DType::kF16:
+      return round_to(p.compute, __half2float(static_cast<const __half*>(p.x)[index]));
+  }
+  return 0.0f;
+}
+
+// The amax of the blocks of a stored row of a form: under row scaling the row counts.
+__device__ __forceinline__ float row_form_amax(const QuantizeTask& task, int64_t entry,
+                                               const RowBlock& block, int64_t row) {
+  return task.p.row.amax[task.p.row_scaled ? entry * task.p.m + row : task.matrix(entry, block)];
+}
+__device__ __forceinline__ float column_form_amax(const QuantizeTask& task, int64_t entry,
+                                                  const RowBlock& block, int64_t column) {
+  const int64_t matrix = task.matrix(entry, block);
+  return task.p.column.amax[task.p.row_scaled ? matrix * task.p.k + column : matrix];
+}
+
+// ---- Launchers of the passes -------------------------------------------------------------------
+
+cudaError_t launch_amaxes(const QuantizeTask& task, cudaStream_t stream);
+
+// Any problem.
+cudaError_t launch_quantize_any(const QuantizeTask& task, cudaStream_t stream);
+
+// Whole rows of blocks, the row-wise form alone.
+bool quantize_rows_supports(const QuantizeProblem& p);
+cudaError_t launch_quantize_rows(const QuantizeTask& task, cudaStream_t stream);
+
+// bfloat16 values in tiles.
+bool quantize_tiles_supports(const QuantizeProblem& p);
+cudaError_t launch_quantize_tiles(const QuantizeTask& task, cudaStream_t stream);
+
+// Multiprocessors of the current device.
+cudaError_t multiprocessors(int* count);
+
+}  // namespace jax_fp4::cuda
+
+#endif  // JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TASK_CUH_
