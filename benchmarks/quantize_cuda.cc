@@ -1,8 +1,9 @@
 // Speed of the device kernels beside a device-to-device copy of the same bytes in the same run:
-// quantize_cuda [repetitions]. Every figure is the median over CUDA events of launches on random
-// data; each tensor is larger than the L2 cache, or several take turns. "copy" is the time of
-// cudaMemcpyAsync moving as many bytes in total (half read, half written) as the kernel must move,
-// each counted once, and the fraction is copy over kernel.
+// quantize_cuda [repetitions], or quantize_cuda 1 VARIANT for one launch under a profiler. Every
+// figure is the median over CUDA events of launches on random data; each tensor is larger than the
+// L2 cache, or several take turns. "copy" is the time of cudaMemcpyAsync moving as many bytes in
+// total (half read, half written) as the kernel must move, each counted once, and the fraction is
+// copy over kernel.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -259,6 +260,14 @@ void measure_small(const Memory& memory, int64_t m, int64_t k) {
 int main(int argc, char** argv) {
   if (argc > 1) repetitions = std::atoi(argv[1]);
   const Memory memory(int64_t{16384} * 16384);
+  if (argc > 2) {
+    const Variant& v = kVariants[std::atoi(argv[2])];
+    if (v.groups > 0) put_sizes(memory, 8192, v.groups);
+    check(cuda::launch_quantize_transpose(problem(memory, v, 8192, 8192, 0), memory.scratch,
+                                          nullptr));
+    check(cudaDeviceSynchronize());
+    return 0;
+  }
   for (const auto& shape :
        {std::pair<int64_t, int64_t>{8192, 8192}, {16384, 4096}, {16384, 16384}, {2048, 2048}})
     measure(memory, shape.first, shape.second);

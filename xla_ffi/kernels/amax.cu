@@ -2,8 +2,9 @@
 // (tensor, batch entry or group), of their rows and columns, or of their Hadamard transform. Each
 // element of x is read once a pass, 2 or 4 bytes; the transform shares the pass of the matrix.
 //
-// A thread block takes a strip of 8 row blocks by 1024 columns, a thread 8 columns of it. Maxima
-// stay in registers while the matrix does not change, and leave by atomicMax.
+// A thread block takes a strip of up to 8 row blocks by 1024 columns, a thread 8 columns of it.
+// Maxima stay in registers while the matrix does not change, and leave by atomicMax; the outputs
+// are zero before.
 #include "quantize_task.cuh"
 
 namespace jax_fp4::cuda {
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWidth = 8;  // columns of a thread
-constexpr int kStripBlocks = 8, kStripColumns = kThreads * kWidth;
+constexpr int kMostStripBlocks = 8, kStripColumns = kThreads * kWidth;
 
 enum class Maxima { kMatrix, kLines, kHadamard };
 
@@ -95,23 +96,33 @@ __device__ Eight<dtype> load(const QuantizeProblem& p, int64_t index, int64_t co
   return x;
 }
 
-// Maximum of the magnitudes of the transformed columns of a row block.
+// Two elements as bfloat16, which is what the transform takes.
+template <DType dtype>
+__device__ __forceinline__ uint32_t bfloat16_pair(const Eight<dtype>& x, int pair, DType compute) {
+  if (dtype == DType::kBF16 && compute != DType::kF16) return x.word[pair];
+  return pack_bfloat16(round_to(compute, widen<dtype>(x.element(2 * pair))),
+                       round_to(compute, widen<dtype>(x.element(2 * pair + 1))));
+}
+
+// Maximum of the magnitudes of the transformed columns of a row block, as float bits.
 template <DType dtype>
 __device__ uint32_t hadamard_most(const Eight<dtype> rows[kBlock], DType compute) {
   uint32_t most = 0;
 #pragma unroll
-  for (int column = 0; column < kWidth; ++column) {
-    float v[kBlock];
+  for (int pair = 0; pair < kWidth / 2; ++pair) {
+    float low[kBlock], high[kBlock];
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      v[i] = round_to(compute, widen<dtype>(rows[i].element(column)));
-      if (dtype != DType::kBF16) v[i] = round_to_bfloat16(v[i]);
+      const uint32_t both = bfloat16_pair(rows[i], pair, compute);
+      low[i] = low_half(both), high[i] = high_half(both);
     }
-    hadamard16(v);
+    hadamard16_unrounded(low);
+    hadamard16_unrounded(high);
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) most = max(most, __float_as_uint(v[i]) & kMagnitude);
+    for (int i = 0; i < kBlock; ++i) most = max_magnitude(most, pack_bfloat16(low[i], high[i]));
   }
-  return most;
+  most &= 0x7FFF7FFFu;
+  return max(most << 16, most & 0xFFFF0000u);
 }
 
 // The maxima that a thread has seen of the matrix under way.
@@ -150,18 +161,18 @@ struct Seen {
 };
 
 template <DType dtype, Maxima kind, bool kVector>
-__global__ void __launch_bounds__(kThreads) amaxes(QuantizeTask task) {
+__global__ void __launch_bounds__(kThreads) amaxes(QuantizeTask task, int strip_blocks) {
   const QuantizeProblem& p = task.p;
   const int64_t across = ceil_div(p.k, kStripColumns);
-  const int64_t strips = ceil_div(task.row_blocks, kStripBlocks);
+  const int64_t strips = ceil_div(task.row_blocks, strip_blocks);
   const int64_t strip = blockIdx.x / across % strips, entry = blockIdx.x / across / strips;
   const int64_t column = (blockIdx.x % across * kThreads + threadIdx.x) * kWidth;
   const int64_t count = p.k - column;  // columns from here on
   Seen<dtype, kind> seen;
   seen.clear();
   int64_t matrix = -1;
-  for (int b = 0; b < kStripBlocks; ++b) {
-    const int64_t block = strip * kStripBlocks + b;
+  for (int b = 0; b < strip_blocks; ++b) {
+    const int64_t block = strip * strip_blocks + b;
     if (block >= task.row_blocks) break;
     const RowBlock rows = task.row_block(entry, block);
     if (rows.rows == 0) break;  // nor has any block after it
@@ -193,14 +204,20 @@ __global__ void __launch_bounds__(kThreads) amaxes(QuantizeTask task) {
 template <DType dtype, Maxima kind>
 cudaError_t launch_kind(const QuantizeTask& task, cudaStream_t stream) {
   const QuantizeProblem& p = task.p;
-  const int64_t grid =
-      p.batch * ceil_div(task.row_blocks, kStripBlocks) * ceil_div(p.k, kStripColumns);
+  int processors = 0;
+  const cudaError_t error = multiprocessors(&processors);
+  if (error != cudaSuccess) return error;
+  // Small problems have short strips, so that every multiprocessor has some.
+  int strip_blocks = kMostStripBlocks;
+  const auto grid_of = [&](int blocks) {
+    return p.batch * ceil_div(task.row_blocks, blocks) * ceil_div(p.k, kStripColumns);
+  };
+  while (strip_blocks > 1 && grid_of(strip_blocks) < 4 * processors) strip_blocks /= 2;
+  const int64_t grid = grid_of(strip_blocks);
   if (grid == 0) return cudaSuccess;
   if (grid > 0x7FFFFFFF) return cudaErrorInvalidValue;
-  if (p.k % kWidth == 0)
-    amaxes<dtype, kind, true><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(task);
-  else
-    amaxes<dtype, kind, false><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(task);
+  const auto kernel = p.k % kWidth == 0 ? amaxes<dtype, kind, true> : amaxes<dtype, kind, false>;
+  kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(task, strip_blocks);
   return cudaGetLastError();
 }
 
@@ -215,15 +232,7 @@ cudaError_t launch_dtype(const QuantizeTask& task, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_amaxes(const QuantizeTask& task, cudaStream_t stream) {
-  const QuantizeProblem& p = task.p;
-  for (const bool row_wise : {true, false}) {
-    const StoredForm& form = row_wise ? p.row : p.column;
-    const size_t bytes = form.wanted ? static_cast<size_t>(amax_count(p, row_wise)) * 4 : 0;
-    if (bytes == 0) continue;
-    const cudaError_t error = cudaMemsetAsync(form.amax, 0, bytes, stream);
-    if (error != cudaSuccess) return error;
-  }
-  switch (p.x_dtype) {
+  switch (task.p.x_dtype) {
     case DType::kF32:
       return launch_dtype<DType::kF32>(task, stream);
     case DType::kBF16:

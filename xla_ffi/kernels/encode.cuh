@@ -31,10 +31,14 @@ __device__ __forceinline__ uint32_t scale_pair(float low, float high, float per_
                           __fmaf_rn(high, 0.0f, high * per_block_high));
 }
 
+// The value of a scale byte below 0x7F, subnormals too.
+__device__ __forceinline__ float e4m3_value(uint32_t scale) {
+  return __uint_as_float(scale << 20) * 0x1p120f;
+}
+
 // An eighth of the encode multiplier under a calm scale, for scale bytes below 0x7F.
 __device__ __forceinline__ float eighth_multiplier(uint32_t scale, float decode) {
-  const float value = __uint_as_float(scale << 20) * 0x1p120f;  // E4M3, subnormals too
-  return fminf(reciprocal(value * decode), kFloatMax) * 0.125f;
+  return fminf(reciprocal(e4m3_value(scale) * decode), kFloatMax) * 0.125f;
 }
 
 // True if a byte of the four is 0x7F; none is larger.

@@ -307,9 +307,9 @@ JAX_FP4_FN F round_to_bfloat16(F value) {
   return L::from_bits(nan ? L::splat_bits(kNanBits) : rounded);
 }
 
-// Sixteen bfloat16 values become H16 of the signed values / 4, rounded to bfloat16.
+// Sixteen bfloat16 values become H16 of the signed values / 4.
 template <class F>
-JAX_FP4_FN void hadamard16(F v[kBlock]) {
+JAX_FP4_FN void hadamard16_unrounded(F v[kBlock]) {
   using L = Lanes<F>;
   JAX_FP4_UNROLL
   for (int i = 0; i < kBlock; ++i)
@@ -323,7 +323,15 @@ JAX_FP4_FN void hadamard16(F v[kBlock]) {
       v[i + stride] = a - b;
     }
   JAX_FP4_UNROLL
-  for (int i = 0; i < kBlock; ++i) v[i] = round_to_bfloat16(v[i] * 0.25f);
+  for (int i = 0; i < kBlock; ++i) v[i] = v[i] * 0.25f;
+}
+
+// The same, rounded to bfloat16.
+template <class F>
+JAX_FP4_FN void hadamard16(F v[kBlock]) {
+  hadamard16_unrounded(v);
+  JAX_FP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) v[i] = round_to_bfloat16(v[i]);
 }
 
 }  // namespace jax_fp4

@@ -170,6 +170,7 @@ __device__ void quantize_column_form(const QuantizeTask& task, const TileView& t
 __global__ void __launch_bounds__(kTilesAtOnce* kBlock) quantize_any(QuantizeTask task) {
   __shared__ float tiles[kTilesAtOnce][kBlock][kBlock + 1];
   const QuantizeProblem& p = task.p;
+  store_given_amaxes(p);
   const int slot = threadIdx.x / kBlock, lane = threadIdx.x % kBlock;
   const TileView tile = {tiles[slot], 0xFFFFu << (slot % 2 * kBlock), lane};
   const int64_t across = ceil_div(p.k, kBlock), total = p.batch * task.row_blocks * across;
@@ -195,8 +196,8 @@ __global__ void __launch_bounds__(kTilesAtOnce* kBlock) quantize_any(QuantizeTas
 
 cudaError_t launch_quantize_any(const QuantizeTask& task, cudaStream_t stream) {
   const int64_t tiles = task.p.batch * task.row_blocks * ceil_div(task.p.k, kBlock);
-  if (tiles == 0) return cudaSuccess;
-  const int64_t needed = ceil_div(tiles, kTilesAtOnce), most = 1 << 20;
+  // Without tiles there may still be amaxes to store.
+  const int64_t needed = tiles > 0 ? ceil_div(tiles, kTilesAtOnce) : 1, most = 1 << 20;
   quantize_any<<<static_cast<unsigned>(needed < most ? needed : most), kTilesAtOnce * kBlock, 0,
                  stream>>>(task);
   return cudaGetLastError();

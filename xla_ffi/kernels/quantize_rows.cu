@@ -61,8 +61,9 @@ __global__ void __launch_bounds__(kThreads)
     quantize_rows(const __grid_constant__ RowsTask task, int64_t blocks) {
   __shared__ float table[128];
   const QuantizeProblem& p = task.p;
+  store_given_amaxes(p);
   const int64_t entry = blockIdx.y;
-  const float amax = p.row.amax[entry], bound = static_cast<float>(p.row.bound);
+  const float amax = amax_at(p.row, entry), bound = static_cast<float>(p.row.bound);
   const LineScale line = LineScale::of(amax, bound);
   if (threadIdx.x < 128)
     table[threadIdx.x] =
@@ -119,8 +120,8 @@ bool quantize_rows_supports(const QuantizeProblem& p) {
                                    : p.x_dtype == DType::kF32 && p.compute == DType::kBF16;
   return bfloat16_values && p.row.wanted && !p.column.wanted && p.values == nullptr &&
          p.tile == 1 && p.row.four_over_six == ErrorNorm::kNone && p.seed == nullptr &&
-         !p.row_scaled && !p.grouped &&  // one amax for all blocks
-         p.k % kBlock == 0;              // no block ends early
+         !p.row_scaled && !p.grouped &&       // one amax for all blocks
+         p.m * p.k > 0 && p.k % kBlock == 0;  // there are blocks, and none ends early
 }
 
 cudaError_t launch_quantize_rows(const QuantizeTask& q, cudaStream_t stream) {
@@ -128,7 +129,6 @@ cudaError_t launch_quantize_rows(const QuantizeTask& q, cudaStream_t stream) {
   task.p = q.p;
   for (int i = 0; i < 8; ++i) task.places.of[i] = 1u << (4 * i);
   const int64_t blocks = q.p.m * q.p.row.blocks;
-  if (blocks == 0) return cudaSuccess;
   int processors = 0;
   const cudaError_t error = multiprocessors(&processors);
   if (error != cudaSuccess) return error;

@@ -112,15 +112,45 @@ __device__ __forceinline__ float load_element(const QuantizeProblem& p, int64_t 
   return 0.0f;
 }
 
+// Values in an amax of a form, as amax_count counts them.
+__device__ __forceinline__ int64_t amaxes_of(const QuantizeProblem& p, bool row_wise) {
+  const int64_t matrices = p.batch * p.groups;
+  if (!p.row_scaled) return matrices;
+  return row_wise ? p.batch * p.m : matrices * p.k;
+}
+
+// The amax that a form is quantized with. A given one is read where it is: what is stored of it is
+// written by the same kernel.
+__device__ __forceinline__ float amax_at(const StoredForm& form, int64_t i) {
+  return form.given_amax != nullptr ? form.given_amax[i] : form.amax[i];
+}
+
+// Every thread of the grid: copies given amaxes to where they are stored.
+__device__ __forceinline__ void store_given_amaxes(const QuantizeProblem& p) {
+  const int64_t thread =
+      (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * gridDim.y * blockDim.x;
+  for (int row_wise = 0; row_wise < 2; ++row_wise) {
+    const StoredForm& form = row_wise ? p.row : p.column;
+    if (!form.wanted || form.given_amax == nullptr) continue;
+    const int64_t count = amaxes_of(p, row_wise);
+    for (int64_t i = thread; i < count; i += threads) {
+      const float amax = form.given_amax[i];
+      form.amax[i] = amax != amax ? __uint_as_float(kNanBits) : amax;
+    }
+  }
+}
+
 // The amax of the blocks of a stored row of a form: under row scaling the row counts.
 __device__ __forceinline__ float row_form_amax(const QuantizeTask& task, int64_t entry,
                                                const RowBlock& block, int64_t row) {
-  return task.p.row.amax[task.p.row_scaled ? entry * task.p.m + row : task.matrix(entry, block)];
+  return amax_at(task.p.row,
+                 task.p.row_scaled ? entry * task.p.m + row : task.matrix(entry, block));
 }
 __device__ __forceinline__ float column_form_amax(const QuantizeTask& task, int64_t entry,
                                                   const RowBlock& block, int64_t column) {
   const int64_t matrix = task.matrix(entry, block);
-  return task.p.column.amax[task.p.row_scaled ? matrix * task.p.k + column : matrix];
+  return amax_at(task.p.column, task.p.row_scaled ? matrix * task.p.k + column : matrix);
 }
 
 // ---- Launchers of the passes -------------------------------------------------------------------

@@ -146,17 +146,25 @@ __device__ __forceinline__ void fetch(const TileTask& task, const Cursor& at, X*
       static_cast<int64_t>(at.column0 + at.sub_column(task.grid)) * kTileColumns + chunk * kChunk;
   const int64_t block0 = static_cast<int64_t>(at.row0 + at.sub_row(task.grid)) * kTileBlocks;
   X* to = stage + first * kTileColumns + swizzled<X>(chunk) * kChunk;
+  const bool inside = column < p.k;
+  if (!p.grouped) {
+    const int64_t row = block0 * kBlock + first;
+    const X* from = static_cast<const X*>(p.x) + (at.entry * p.m + row) * p.k + column;
+    const int left = inside ? static_cast<int>(p.m - row) : 0;
+#pragma unroll
+    for (int r = 0; r < kTileRows; r += kRowsAtOnce, from += kRowsAtOnce * p.k)
+      copy_async(to + r * kTileColumns, from, r < left);
+    return;
+  }
 #pragma unroll
   for (int b = 0; b < kTileBlocks; ++b) {
     const RowBlock rows = block0 + b < task.q.row_blocks ? task.q.row_block(at.entry, block0 + b)
                                                          : RowBlock{0, 0, 0, 0};
     const X* from = static_cast<const X*>(p.x) + (at.entry * p.m + rows.row + first) * p.k + column;
-    const int count = column < p.k ? rows.rows : 0;
+    const int left = inside ? rows.rows - first : 0;
 #pragma unroll
-    for (int r = 0; r < kBlock; r += kRowsAtOnce) {
-      const bool exists = first + r < count;
-      copy_async(to + (b * kBlock + r) * kTileColumns, exists ? from + r * p.k : p.x, exists);
-    }
+    for (int r = 0; r < kBlock; r += kRowsAtOnce, from += kRowsAtOnce * p.k)
+      copy_async(to + (b * kBlock + r) * kTileColumns, from, r < left);
   }
 }
 
@@ -475,23 +483,29 @@ __device__ __forceinline__ void quantize_patch_rows(const TileWork<X>& work, con
   const int rows =
       work.column0 + place.column < p.k ? work.block.rows.rows - place.row % kBlock : 0;
   const int64_t element = (work.entry * p.m + row) * p.k + work.column0 + place.column;
-  uint8_t* codes_to = p.row.codes + element / 2;
-  uint16_t* values_to = p.values + element;
+  uint32_t codes[kPatch];
 #pragma unroll
   for (int r = 0; r < kPatch; ++r) {
     const auto value = [&](int i) {
       return i % 2 == 0 ? low_half(x.pair[r][i / 2]) : high_half(x.pair[r][i / 2]);
     };
-    const uint32_t codes = encode_eight<kStochastic>(
+    codes[r] = encode_eight<kStochastic>(
         value, [&](int) { return scales.multiplier[r]; }, row_signs(x.pair[r]), work.task.places,
         random[r]);
-    if (r < rows) {
-      if (p.row.codes != nullptr) *reinterpret_cast<uint32_t*>(codes_to + r * (p.k / 2)) = codes;
-      if (p.values != nullptr) {
-        const uint32_t byte = (scales.bytes[r / 4] >> (r % 4 * 8)) & 0x7Fu;
-        *reinterpret_cast<uint4*>(values_to + r * p.k) =
-            product_values(codes, __uint_as_float(byte << 20) * 0x1p120f, x.pair[r]);
-      }
+  }
+  if (p.row.codes != nullptr) {
+    uint8_t* to = p.row.codes + element / 2;
+#pragma unroll
+    for (int r = 0; r < kPatch; ++r, to += p.k / 2)
+      if (r < rows) *reinterpret_cast<uint32_t*>(to) = codes[r];
+  }
+  if (p.values != nullptr) {
+    uint16_t* to = p.values + element;
+#pragma unroll
+    for (int r = 0; r < kPatch; ++r, to += p.k) {
+      const uint32_t byte = (scales.bytes[r / 4] >> (r % 4 * 8)) & 0x7Fu;
+      const uint4 values = product_values(codes[r], e4m3_value(byte), x.pair[r]);
+      if (r < rows) *reinterpret_cast<uint4*>(to) = values;
     }
   }
   if ((has_nan_scale(scales.bytes[0]) || has_nan_scale(scales.bytes[1])) && rows > 0)
@@ -653,20 +667,20 @@ __device__ void prepare_super(const TileTask& task, const Shared<X>& shared, con
   if (!p.row_scaled && !p.grouped) {
     if (p.row.wanted)
       shared.table(true)[threadIdx.x] =
-          table_entry(threadIdx.x, p.row.amax[at.entry], static_cast<float>(p.row.bound));
+          table_entry(threadIdx.x, amax_at(p.row, at.entry), static_cast<float>(p.row.bound));
     if (p.column.wanted)
       shared.table(false)[threadIdx.x] =
-          table_entry(threadIdx.x, p.column.amax[at.entry], static_cast<float>(p.column.bound));
+          table_entry(threadIdx.x, amax_at(p.column, at.entry), static_cast<float>(p.column.bound));
   }
   for (int i = threadIdx.x; p.row_scaled && p.row.wanted && i < shared.super_rows; i += kThreads) {
     const int64_t row = block0 * kBlock + i;
-    const float amax = row < p.m ? p.row.amax[at.entry * p.m + row] : 0.0f;
+    const float amax = row < p.m ? amax_at(p.row, at.entry * p.m + row) : 0.0f;
     shared.row_lines()[i] = LineScale::of(amax, static_cast<float>(p.row.bound));
   }
   for (int i = threadIdx.x; p.row_scaled && p.column.wanted && i < shared.super_columns;
        i += kThreads) {
     const int64_t column = column0 + i;
-    const float amax = column < p.k ? p.column.amax[at.entry * p.k + column] : 0.0f;
+    const float amax = column < p.k ? amax_at(p.column, at.entry * p.k + column) : 0.0f;
     shared.column_lines()[i] = LineScale::of(amax, static_cast<float>(p.column.bound));
   }
 }
@@ -685,10 +699,11 @@ __device__ void prepare_tile(const TileTask& task, const Shared<X>& shared, cons
   const bool exists = out.rows.rows > 0 || !p.grouped;
   const int64_t matrix = task.q.matrix(at.entry, out.rows);
   if (p.row.wanted)
-    out.row = LineScale::of(exists ? p.row.amax[matrix] : 0.0f, static_cast<float>(p.row.bound));
+    out.row =
+        LineScale::of(exists ? amax_at(p.row, matrix) : 0.0f, static_cast<float>(p.row.bound));
   if (p.column.wanted)
-    out.column =
-        LineScale::of(exists ? p.column.amax[matrix] : 0.0f, static_cast<float>(p.column.bound));
+    out.column = LineScale::of(exists ? amax_at(p.column, matrix) : 0.0f,
+                               static_cast<float>(p.column.bound));
 }
 
 // ---- The kernel --------------------------------------------------------------------------------
@@ -698,6 +713,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(X) == 2 ? 4 : 3)
     quantize_tiles(const __grid_constant__ TileTask task) {
   extern __shared__ __align__(128) uint8_t memory[];
   const QuantizeProblem& p = task.q.p;
+  store_given_amaxes(p);
   const Shared<X> shared = {memory, task.grid.row_span * kTileRows,
                             task.grid.column_span * kTileColumns};
   Cursor now = Cursor::first(task.grid), ahead = now;
@@ -782,7 +798,6 @@ cudaError_t launch(const QuantizeTask& q, cudaStream_t stream) {
     task.grid = grid_of(q, span[0], span[1]);
     if (10 * busiest(task.grid, slots) <= 11 * even) break;
   }
-  if (task.grid.supers == 0) return cudaSuccess;
   const size_t bytes = shared_bytes<X>(task.grid, q.p.row_scaled);
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(bytes));
@@ -805,8 +820,8 @@ bool quantize_tiles_supports(const QuantizeProblem& p) {
   const auto plain = [](const StoredForm& form) {
     return !form.wanted || form.four_over_six == ErrorNorm::kNone;
   };
-  const int64_t tiles =
-      p.batch * ceil_div(p.m + (kBlock - 1) * p.groups, kTileRows) * ceil_div(p.k, kTileColumns);
+  const int64_t row_blocks = p.grouped ? grouped_blocks(p.m, p.groups) : ceil_div(p.m, kBlock);
+  const int64_t tiles = p.batch * ceil_div(row_blocks, kTileBlocks) * ceil_div(p.k, kTileColumns);
   return bfloat16_values && plain(p.row) && plain(p.column) && p.groups > 0 &&
          p.k % (2 * kBlock) == 0 &&       // rows of codes in 16-byte steps
          !(p.row_scaled && p.grouped) &&  // lines would change inside a tile

@@ -9,7 +9,7 @@
 namespace jax_fp4::cuda {
 namespace {
 
-constexpr int kPlanThreads = 256, kClearThreads = 256, kCopyThreads = 256;
+constexpr int kPlanThreads = 256, kClearThreads = 256;
 
 // ---- Groups ------------------------------------------------------------------------------------
 
@@ -109,27 +109,24 @@ __global__ void __launch_bounds__(kClearThreads) clear_rest(QuantizeTask task) {
     clear(reinterpret_cast<uint8_t*>(p.values), begin * p.k * 2, end * p.k * 2);
 }
 
-// ---- Given amaxes ------------------------------------------------------------------------------
+// ---- Before amaxes are computed -----------------------------------------------------------------
 
-__global__ void __launch_bounds__(kCopyThreads)
-    copy_amaxes(const float* from, float* to, int64_t count) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kCopyThreads + threadIdx.x;
-  if (i >= count) return;
-  const uint32_t bits = __float_as_uint(from[i]);
-  to[i] = (bits & kMagnitude) > kInfBits ? __uint_as_float(kNanBits) : from[i];
+// Zeros in both amaxes, of which either count may be 0.
+__global__ void __launch_bounds__(kClearThreads)
+    clear_amaxes(float* row, int64_t row_count, float* column, int64_t column_count) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kClearThreads + threadIdx.x;
+  if (i < row_count) row[i] = 0.0f;
+  if (i < column_count) column[i] = 0.0f;
 }
 
-cudaError_t launch_copies(const QuantizeProblem& p, cudaStream_t stream) {
-  for (const bool row_wise : {true, false}) {
-    const StoredForm& form = row_wise ? p.row : p.column;
-    const int64_t count = form.wanted ? amax_count(p, row_wise) : 0;
-    if (count == 0) continue;
-    copy_amaxes<<<static_cast<unsigned>(ceil_div(count, kCopyThreads)), kCopyThreads, 0, stream>>>(
-        form.given_amax, form.amax, count);
-    const cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+cudaError_t launch_clear_amaxes(const QuantizeProblem& p, cudaStream_t stream) {
+  const int64_t row = p.row.wanted ? amax_count(p, true) : 0;
+  const int64_t column = p.column.wanted ? amax_count(p, false) : 0;
+  const int64_t most = row < column ? column : row;
+  if (most == 0) return cudaSuccess;
+  clear_amaxes<<<static_cast<unsigned>(ceil_div(most, kClearThreads)), kClearThreads, 0, stream>>>(
+      p.row.amax, row, p.column.amax, column);
+  return cudaGetLastError();
 }
 
 // ---- The problem -------------------------------------------------------------------------------
@@ -224,7 +221,9 @@ cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scra
   if (p.grouped) error = launch_groups(task, stream);
   if (error != cudaSuccess) return error;
   const bool given = (p.row.wanted ? p.row : p.column).given_amax != nullptr;
-  error = given ? launch_copies(p, stream) : launch_amaxes(task, stream);
+  if (!given) error = launch_clear_amaxes(p, stream);
+  if (error != cudaSuccess) return error;
+  if (!given) error = launch_amaxes(task, stream);
   if (error != cudaSuccess) return error;
   if (p.grouped) error = launch_clear(task, stream);
   if (error != cudaSuccess) return error;
