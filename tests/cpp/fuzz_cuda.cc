@@ -23,7 +23,23 @@ void check_cuda(cudaError_t error, const char* what) {
   std::exit(1);
 }
 
-void check_launch(cudaError_t error) { check_cuda(error, "launch"); }
+void print(const Case& c) {
+  const QuantizeProblem& p = c.call.entry;
+  std::printf(
+      "x %d compute %d batch %lld m %lld k %lld tile %d row_scaled %d random %d grouped %d "
+      "groups %lld given %d row %d column %d hadamard %d norm %d bound %d\n",
+      static_cast<int>(p.x_dtype), static_cast<int>(p.compute),
+      static_cast<long long>(c.call.batch), static_cast<long long>(p.m),
+      static_cast<long long>(p.k), p.tile, p.row_scaled, !c.seed.empty(), c.call.grouped,
+      static_cast<long long>(c.call.groups), c.given, p.row.wanted, p.column.wanted,
+      p.column.hadamard, static_cast<int>(p.row.four_over_six), p.row.bound);
+  for (int32_t size : c.group_sizes) std::printf("%d ", size);
+}
+
+void check_launch(cudaError_t error, const Case& c) {
+  if (error != cudaSuccess) print(c);
+  check_cuda(error, "launch");
+}
 
 // Device memory between two guards.
 class Buffer {
@@ -215,22 +231,13 @@ class DeviceCall {
   static void equal(const Case& c, const Buffer& buffer, const Bytes& expected, const char* what) {
     const Bytes got = buffer.get();
     if (got == expected) return;
-    const QuantizeProblem& p = c.call.entry;
     const auto first = std::mismatch(got.begin(), got.end(), expected.begin());
-    const int64_t at = first.first - got.begin();
     size_t wrong = 0;
     for (size_t i = 0; i < got.size(); ++i) wrong += got[i] != expected[i];
-    std::printf(
-        "FAILED: %s differ in %zu of %zu bytes, first at %lld: %02x, not %02x\n"
-        "x %d compute %d batch %lld m %lld k %lld tile %d row_scaled %d random %d grouped %d "
-        "groups %lld given %d row %d column %d hadamard %d norm %d bound %d\n",
-        what, wrong, got.size(), static_cast<long long>(at), *first.first, *first.second,
-        static_cast<int>(p.x_dtype), static_cast<int>(p.compute),
-        static_cast<long long>(c.call.batch), static_cast<long long>(p.m),
-        static_cast<long long>(p.k), p.tile, p.row_scaled, !c.seed.empty(), c.call.grouped,
-        static_cast<long long>(c.call.groups), c.given, p.row.wanted, p.column.wanted,
-        p.column.hadamard, static_cast<int>(p.row.four_over_six), p.row.bound);
-    for (int32_t size : c.group_sizes) std::printf("%d ", size);
+    std::printf("FAILED: %s differ in %zu of %zu bytes, first at %lld: %02x, not %02x\n", what,
+                wrong, got.size(), static_cast<long long>(first.first - got.begin()), *first.first,
+                *first.second);
+    print(c);
     std::exit(1);
   }
 
@@ -258,11 +265,11 @@ Case redrawn(const Case& c) {
   return other;
 }
 
-cudaGraphExec_t capture(const DeviceCall& call, cudaStream_t stream) {
+cudaGraphExec_t capture(const DeviceCall& call, const Case& c, cudaStream_t stream) {
   cudaGraph_t graph;
   cudaGraphExec_t replay;
   check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "begin capture");
-  check_launch(call.launch(stream));
+  check_launch(call.launch(stream), c);
   check_cuda(cudaStreamEndCapture(stream, &graph), "end capture");
   check_cuda(cudaGraphInstantiate(&replay, graph, 0), "instantiate");
   check_cuda(cudaGraphDestroy(graph), "graph");
@@ -319,7 +326,7 @@ void test_dequantize(const Case& c, const Form& form, const StoredForm& stored, 
                                d.extent,
                                out.as<void>(),
                                d.out_dtype};
-  check_launch(cuda::launch_dequantize(g, nullptr, stream));
+  check_launch(cuda::launch_dequantize(g, nullptr, stream), c);
   check_cuda(cudaStreamSynchronize(stream), "dequantize");
   const Bytes got = out.get();
   for (size_t i = 0; i < got.size(); i += width) {
@@ -343,11 +350,11 @@ void test_pair(cudaStream_t streams[2]) {
     calls.back()->put(c);
   }
   check_cuda(cudaDeviceSynchronize(), "synchronize");
-  for (int i = 0; i < 2; ++i) check_launch(calls[i]->launch(streams[i]));
+  for (int i = 0; i < 2; ++i) check_launch(calls[i]->launch(streams[i]), cases[i]);
   check_cuda(cudaDeviceSynchronize(), "quantize");
   for (int i = 0; i < 2; ++i) calls[i]->compare(cases[i]);
   for (int i = 0; i < 2; ++i) {
-    const cudaGraphExec_t replay = capture(*calls[i], streams[i]);
+    const cudaGraphExec_t replay = capture(*calls[i], cases[i], streams[i]);
     const Case other = redrawn(cases[i]);
     calls[i]->put(other);
     check_cuda(cudaDeviceSynchronize(), "synchronize");

@@ -22,13 +22,12 @@ struct LineScale {
   }
 };
 
-// Two E4M3 scales from two block maxima (any sign): 0x7F where one is not finite. x * 0 is NaN
-// exactly then, and 0 otherwise.
-__device__ __forceinline__ uint32_t scale_pair(float low, float high, float per_block_low,
+// Two E4M3 scales from a pair of block maxima (any sign): 0x7F where one is not finite.
+__device__ __forceinline__ uint32_t scale_pair(uint32_t most, float per_block_low,
                                                float per_block_high) {
-  low = fabsf(low), high = fabsf(high);
-  return encode_e4m3_pair(__fmaf_rn(low, 0.0f, low * per_block_low),
-                          __fmaf_rn(high, 0.0f, high * per_block_high));
+  most = nan_if_infinite(most);
+  return encode_e4m3_pair(fabsf(low_half(most)) * per_block_low,
+                          fabsf(high_half(most)) * per_block_high);
 }
 
 // The value of a scale byte below 0x7F, subnormals too.
@@ -98,10 +97,12 @@ __device__ __forceinline__ uint32_t encode_eight(const Value& value, const Multi
 
 // The sign bits of the eight values of a row, at the top of each nibble.
 __device__ __forceinline__ uint32_t row_signs(const uint32_t pair[4]) {
-  return ((__byte_perm(pair[0], pair[2], 0x5410) >> 12) & 0x00080008u) |
-         ((__byte_perm(pair[0], pair[2], 0x7632) >> 8) & 0x00800080u) |
-         ((__byte_perm(pair[1], pair[3], 0x5410) >> 4) & 0x08000800u) |
-         (__byte_perm(pair[1], pair[3], 0x7632) & 0x80008000u);
+  uint32_t sign[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sign[i] = pair[i] & 0x80008000u;
+  return (__byte_perm(sign[0], sign[2], 0x5410) >> 12) +
+         (__byte_perm(sign[0], sign[2], 0x7632) >> 8) +
+         (__byte_perm(sign[1], sign[3], 0x5410) >> 4) + __byte_perm(sign[1], sign[3], 0x7632);
 }
 
 // Eight codes times their block scale, as pairs of bfloat16, with the signs of `pair`.

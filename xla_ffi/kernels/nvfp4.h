@@ -277,21 +277,29 @@ JAX_FP4_FN F four_over_six_error(F a, F multiplier, F scale, F amax, F six_bound
 
 // ---- Random bytes ------------------------------------------------------------------------------
 
+template <class F>
+JAX_FP4_FN void philox_round(Bits<F> counter[4], uint32_t key0, uint32_t key1) {
+  using L = Lanes<F>;
+  Bits<F> high0, high1;
+  const Bits<F> low0 = L::multiply(counter[0], 0xD2511F53u, &high0);
+  const Bits<F> low1 = L::multiply(counter[2], 0xCD9E8D57u, &high1);
+  counter[0] = high1 ^ counter[1] ^ key0;
+  counter[2] = high0 ^ counter[3] ^ key1;
+  counter[1] = low1;
+  counter[3] = low0;
+}
+
+constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kPhiloxKeyStep0 = 0x9E3779B9u, kPhiloxKeyStep1 = 0xBB67AE85u;
+
 // Philox4x32-10. `counter` becomes the four output words.
 template <class F>
 JAX_FP4_FN void philox(Bits<F> counter[4], uint32_t key0, uint32_t key1) {
-  using L = Lanes<F>;
   JAX_FP4_UNROLL
-  for (int round = 0; round < 10; ++round) {
-    Bits<F> high0, high1;
-    const Bits<F> low0 = L::multiply(counter[0], 0xD2511F53u, &high0);
-    const Bits<F> low1 = L::multiply(counter[2], 0xCD9E8D57u, &high1);
-    counter[0] = high1 ^ counter[1] ^ key0;
-    counter[2] = high0 ^ counter[3] ^ key1;
-    counter[1] = low1;
-    counter[3] = low0;
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    philox_round<F>(counter, key0, key1);
+    key0 += kPhiloxKeyStep0;
+    key1 += kPhiloxKeyStep1;
   }
 }
 

@@ -63,6 +63,15 @@ __device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   return product;
 }
 
+// Halves that are infinite become NaN; others keep their magnitude.
+__device__ __forceinline__ uint32_t nan_if_infinite(uint32_t pair) {
+  uint32_t out;
+  asm("{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 %0, %1, zero, %1; }"
+      : "=r"(out)
+      : "r"(pair));
+  return out;
+}
+
 // ---- Floats ------------------------------------------------------------------------------------
 
 // min(|a| * b, 1) for b >= 0, one rounding; NaN becomes 0.

@@ -88,8 +88,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 1; i < kBlock / 2; ++i) most = max_magnitude(most, pair[i]);
       most = max_magnitude(most, __byte_perm(most, most, 0x1032));
-      const float a = low_half(most);
-      uint32_t scale = scale_pair(a, a, line.per_block, line.per_block) & 0x7Fu;
+      uint32_t scale = scale_pair(most, line.per_block, line.per_block) & 0x7Fu;
       const float multiplier = table[scale];
       uint32_t codes[2];
 #pragma unroll

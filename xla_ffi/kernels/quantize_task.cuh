@@ -72,15 +72,21 @@ struct Origin {
             static_cast<uint64_t>(ceil_div(rows ? p.k_total : m_total, kBlock))};
   }
 
-  // The sixteen bytes of a block, of which the local row and block are given.
-  __device__ __forceinline__ void draw(int64_t local_row, int64_t local_block,
-                                       uint32_t word[4]) const {
+  // The counter of a block, of which the local row and block are given.
+  __device__ __forceinline__ void count(int64_t local_row, int64_t local_block,
+                                        uint32_t word[4]) const {
     const uint64_t index = (row + static_cast<uint64_t>(local_row)) * blocks + block +
                            static_cast<uint64_t>(local_block);
     word[0] = static_cast<uint32_t>(index);
     word[1] = static_cast<uint32_t>(index >> 32);
     word[2] = direction;
     word[3] = expert;
+  }
+
+  // Its sixteen bytes.
+  __device__ __forceinline__ void draw(int64_t local_row, int64_t local_block,
+                                       uint32_t word[4]) const {
+    count(local_row, local_block, word);
     philox<float>(word, key0, key1);
   }
 };

@@ -33,18 +33,32 @@ struct Grid {
   int32_t row_tiles, column_tiles;    // of a batch entry
   int32_t row_span, column_span;      // tiles of a super-tile
   int32_t super_rows, super_columns;  // super-tiles of a batch entry
-  int64_t supers;                     // of all entries
+  int32_t supers;                     // of all entries
 };
 
+// Extents fit 32 bits (quantize_tiles_supports), so that a product of two takes one instruction.
 struct TileTask {
   QuantizeTask q;
   Grid grid;
+  int32_t m, k, row_blocks;
   Places places;
+
+  __device__ __forceinline__ RowBlock row_block(int32_t entry, int32_t block) const {
+    if (block >= row_blocks) return {0, 0, 0, 0};
+    if (q.p.grouped) return q.row_block(entry, block);
+    const int32_t row = block * kBlock;
+    return {row, min(m - row, kBlock), 0, block};
+  }
 };
+
+// Index of the first element of row `row`, of rows that are `width` wide.
+__device__ __forceinline__ int64_t row_start(int32_t row, int32_t width) {
+  return static_cast<int64_t>(row) * width;
+}
 
 // Walks the tiles of a thread block's super-tiles.
 struct Cursor {
-  int64_t super;
+  int32_t super;
   int32_t entry, row0, column0;  // of the super-tile, in tiles
   int32_t sub;
 
@@ -57,7 +71,7 @@ struct Cursor {
     entry = static_cast<int32_t>(rest / static_cast<uint32_t>(grid.super_columns));
   }
   __device__ static Cursor first(const Grid& grid) {
-    Cursor cursor = {blockIdx.x, 0, 0, 0, 0};
+    Cursor cursor = {static_cast<int32_t>(blockIdx.x), 0, 0, 0, 0};
     cursor.locate(grid);
     return cursor;
   }
@@ -66,6 +80,11 @@ struct Cursor {
   __device__ int32_t sub_column(const Grid& grid) const {
     return grid.row_span == 1 ? sub : sub >> 1;
   }
+  // First column, and first row block, of the tile.
+  __device__ int32_t column(const Grid& grid) const {
+    return (column0 + sub_column(grid)) * kTileColumns;
+  }
+  __device__ int32_t block(const Grid& grid) const { return (row0 + sub_row(grid)) * kTileBlocks; }
   __device__ bool exists(const Grid& grid) const { return super < grid.supers; }
   __device__ void advance(const Grid& grid) {
     do {
@@ -142,28 +161,26 @@ __device__ __forceinline__ void fetch(const TileTask& task, const Cursor& at, X*
   constexpr int kRowsAtOnce = kThreads / kChunks;
   const QuantizeProblem& p = task.q.p;
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
-  const int64_t column =
-      static_cast<int64_t>(at.column0 + at.sub_column(task.grid)) * kTileColumns + chunk * kChunk;
-  const int64_t block0 = static_cast<int64_t>(at.row0 + at.sub_row(task.grid)) * kTileBlocks;
+  const int32_t column = at.column(task.grid) + chunk * kChunk, block0 = at.block(task.grid);
+  const X* corner = static_cast<const X*>(p.x) + column;
   X* to = stage + first * kTileColumns + swizzled<X>(chunk) * kChunk;
-  const bool inside = column < p.k;
+  const bool inside = column < task.k;
+  const int64_t step = row_start(kRowsAtOnce, task.k);
   if (!p.grouped) {
-    const int64_t row = block0 * kBlock + first;
-    const X* from = static_cast<const X*>(p.x) + (at.entry * p.m + row) * p.k + column;
-    const int left = inside ? static_cast<int>(p.m - row) : 0;
+    const int32_t row = block0 * kBlock + first, left = inside ? task.m - row : 0;
+    const X* from = corner + row_start(at.entry * task.m + row, task.k);
 #pragma unroll
-    for (int r = 0; r < kTileRows; r += kRowsAtOnce, from += kRowsAtOnce * p.k)
+    for (int r = 0; r < kTileRows; r += kRowsAtOnce, from += step)
       copy_async(to + r * kTileColumns, from, r < left);
     return;
   }
 #pragma unroll
   for (int b = 0; b < kTileBlocks; ++b) {
-    const RowBlock rows = block0 + b < task.q.row_blocks ? task.q.row_block(at.entry, block0 + b)
-                                                         : RowBlock{0, 0, 0, 0};
-    const X* from = static_cast<const X*>(p.x) + (at.entry * p.m + rows.row + first) * p.k + column;
-    const int left = inside ? rows.rows - first : 0;
+    const RowBlock rows = task.row_block(at.entry, block0 + b);
+    const int32_t left = inside ? rows.rows - first : 0;
+    const X* from = corner + row_start(at.entry * task.m + rows.row + first, task.k);
 #pragma unroll
-    for (int r = 0; r < kBlock; r += kRowsAtOnce, from += kRowsAtOnce * p.k)
+    for (int r = 0; r < kBlock; r += kRowsAtOnce, from += step)
       copy_async(to + (b * kBlock + r) * kTileColumns, from, r < left);
   }
 }
@@ -229,8 +246,7 @@ __device__ __forceinline__ void choose_scales(const uint32_t most[4], const Line
   uint32_t two[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    two[i] = scale_pair(low_half(most[i]), high_half(most[i]), line(2 * i).per_block,
-                        line(2 * i + 1).per_block);
+    two[i] = scale_pair(most[i], line(2 * i).per_block, line(2 * i + 1).per_block);
   out.bytes[0] = __byte_perm(two[0], two[1], 0x5410);
   out.bytes[1] = __byte_perm(two[2], two[3], 0x5410);
   if (table != nullptr) {
@@ -269,6 +285,21 @@ __device__ __forceinline__ void column_maxima(const Patch& x, uint32_t most[4]) 
   }
 }
 
+// The sign bits of a patch's columns, at the top of each nibble, from row 0 on.
+__device__ __forceinline__ void column_signs(const Patch& x, uint32_t signs[kPatch]) {
+#pragma unroll
+  for (int j = 0; j < kPatch / 2; ++j) {
+    uint32_t first = 0, second = 0;  // rows 0-3 and 4-7: the low column, then the high one
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      first += (x.pair[r][j] & 0x80008000u) >> (12 - 4 * r);
+      second += (x.pair[r + 4][j] & 0x80008000u) >> (12 - 4 * r);
+    }
+    signs[2 * j] = __byte_perm(first, second, 0x5410);
+    signs[2 * j + 1] = __byte_perm(first, second, 0x7632);
+  }
+}
+
 // Of the 16x16 tile, everywhere.
 __device__ __forceinline__ void square_maxima(uint32_t most[4]) {
   uint32_t all = max_magnitude(max_magnitude(most[0], most[1]), max_magnitude(most[2], most[3]));
@@ -279,23 +310,31 @@ __device__ __forceinline__ void square_maxima(uint32_t most[4]) {
 }
 
 // The random words of this patch's halves of eight lines, of which two lanes hold the two halves.
-// Each draws four whole blocks and gives the other lane its half.
-template <class Draw>
-__device__ __forceinline__ void draw_eight(const Draw& draw, int half, int partner,
-                                           uint32_t random[kPatch][2]) {
+// Each draws four whole blocks, together so that they share the keys and the loop stays short, and
+// gives the other lane its half. count(i, word) makes the counter of line i.
+template <class Count>
+__device__ __forceinline__ void draw_eight(const Origin& origin, const Count& count, int half,
+                                           int partner, uint32_t random[kPatch][2]) {
+  uint32_t word[kPatch / 2][4];
 #pragma unroll
-  for (int i = 0; i < kPatch; i += 2) {
-    uint32_t word[4];
-    draw(i + half, word);
-    const uint32_t mine[2] = {half ? word[2] : word[0], half ? word[3] : word[1]};
-    const uint32_t other[2] = {__shfl_xor_sync(~0u, half ? word[0] : word[2], partner),
-                               __shfl_xor_sync(~0u, half ? word[1] : word[3], partner)};
+  for (int i = 0; i < kPatch / 2; ++i) count(2 * i + half, word[i]);
+  uint32_t key0 = origin.key0, key1 = origin.key1;
+#pragma unroll 1
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+#pragma unroll
+    for (int i = 0; i < kPatch / 2; ++i) philox_round<float>(word[i], key0, key1);
+    key0 += kPhiloxKeyStep0;
+    key1 += kPhiloxKeyStep1;
+  }
+#pragma unroll
+  for (int i = 0; i < kPatch / 2; ++i)
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
-      random[i][w] = half ? other[w] : mine[w];
-      random[i + 1][w] = half ? mine[w] : other[w];
+      const uint32_t mine = half ? word[i][2 + w] : word[i][w];
+      const uint32_t other = __shfl_xor_sync(~0u, half ? word[i][w] : word[i][2 + w], partner);
+      random[2 * i][w] = half ? other : mine;
+      random[2 * i + 1][w] = half ? mine : other;
     }
-  }
 }
 
 // The transform of eight columns, of which this lane holds the upper or lower eight rows.
@@ -343,11 +382,43 @@ struct TileWork {
   Place place;
   int32_t entry;
   int32_t sub_row, sub_column;  // of the super-tile
-  int64_t row_block0, column0;  // of the tile
+  int32_t column0;              // of the tile
   TileBlock block;              // of the patch
+
+  __device__ __forceinline__ static TileWork of(const TileTask& task, const Shared<X>& shared,
+                                                const Cursor& at, int stage) {
+    const Place place = Place::of(threadIdx.x);
+    return {task,
+            shared,
+            shared.stage(stage),
+            place,
+            at.entry,
+            at.sub_row(task.grid),
+            at.sub_column(task.grid),
+            at.column(task.grid),
+            shared.blocks()[place.row / kBlock]};
+  }
 
   __device__ int block_in_tile() const { return place.row / kBlock; }
   __device__ bool tabled() const { return !task.q.p.row_scaled && !task.q.p.grouped; }
+  __device__ int row_line() const { return sub_row * kTileRows + place.row; }
+  __device__ int column_line() const { return sub_column * kTileColumns + place.column; }
+  // Where this patch's scales stay: eight bytes.
+  __device__ uint8_t* row_scales() const {
+    return shared.row_scales() + column_line() / kBlock * shared.super_rows + row_line();
+  }
+  __device__ uint8_t* column_scales() const {
+    return shared.column_scales() + row_line() / kBlock * shared.super_columns + column_line();
+  }
+  // Rows of the patch that exist, from its first one on.
+  __device__ int rows() const {
+    return column0 + place.column < task.k ? block.rows.rows - place.row % kBlock : 0;
+  }
+  // Index in x of the patch's first element.
+  __device__ int64_t element() const {
+    return row_start(entry * task.m + block.rows.row + place.row % kBlock, task.k) + column0 +
+           place.column;
+  }
 };
 
 // Bytes of four lines become words of one line each: `from` holds [block, line], `stride` apart.
@@ -370,11 +441,14 @@ __device__ __forceinline__ int column_slot(int column, int chunk) {
   return (column ^ ((lane >> 1) & 3)) * 32 + ((chunk ^ (lane & 1)) << 4);
 }
 
-// Eight rows of a patch done again by definition.
+// The rows of a patch done again by definition.
 template <class X>
-__device__ __noinline__ void redo_rows(const TileWork<X>& work, uint8_t* scales, int64_t row) {
-  const QuantizeProblem& p = work.task.q.p;
+__device__ __noinline__ void redo_rows(const TileTask& task, const Shared<X>& shared,
+                                       const Cursor& at, int stage) {
+  const TileWork<X> work = TileWork<X>::of(task, shared, at, stage);
+  const QuantizeProblem& p = task.q.p;
   const Place& place = work.place;
+  uint8_t* scales = work.row_scales();
   const int corner = place.column / kBlock * kBlock;
   const auto most = [&](int first, int count) {
     uint32_t bits = 0;
@@ -388,7 +462,7 @@ __device__ __noinline__ void redo_rows(const TileWork<X>& work, uint8_t* scales,
 #pragma unroll 1
   for (int r = 0; r < kPatch; ++r) {
     const int in_block = place.row % kBlock + r;
-    if (in_block >= work.block.rows.rows) break;
+    if (r >= work.rows()) break;
     const uint32_t amax =
         p.tile == 1 ? most(place.row + r, 1) : most(work.block_in_tile() * kBlock, kBlock);
     uint32_t random[4];
@@ -401,7 +475,7 @@ __device__ __noinline__ void redo_rows(const TileWork<X>& work, uint8_t* scales,
         row_form_amax(work.task.q, work.entry, work.block.rows, work.block.rows.row + in_block),
         static_cast<float>(p.row.bound), p.seed == nullptr ? nullptr : random);
     const auto codes = static_cast<uint32_t>(exact.codes >> (32 * place.column_half));
-    const int64_t element = (work.entry * p.m + row + r) * p.k + work.column0 + place.column;
+    const int64_t element = work.element() + r * p.k;
     if (place.column_half == 0) scales[r] = static_cast<uint8_t>(exact.scale);
     if (p.row.codes != nullptr) *reinterpret_cast<uint32_t*>(p.row.codes + element / 2) = codes;
     for (int i = 0; p.values != nullptr && i < kPatch; ++i) {
@@ -414,9 +488,12 @@ __device__ __noinline__ void redo_rows(const TileWork<X>& work, uint8_t* scales,
 }
 
 template <class X>
-__device__ __noinline__ void redo_columns(const TileWork<X>& work, uint8_t* scales) {
-  const QuantizeProblem& p = work.task.q.p;
+__device__ __noinline__ void redo_columns(const TileTask& task, const Shared<X>& shared,
+                                          const Cursor& at, int stage) {
+  const TileWork<X> work = TileWork<X>::of(task, shared, at, stage);
+  const QuantizeProblem& p = task.q.p;
   const Place& place = work.place;
+  uint8_t* scales = work.column_scales();
   const int first = work.block_in_tile() * kBlock;
   const RowBlock& rows = work.block.rows;
   if (rows.rows == 0) return;  // zeros, whatever the amax
@@ -448,42 +525,64 @@ __device__ __noinline__ void redo_columns(const TileWork<X>& work, uint8_t* scal
   }
 }
 
-// The row-wise form of a patch.
-template <class X, bool kStochastic>
-__device__ __forceinline__ void quantize_patch_rows(const TileWork<X>& work, const Patch& x) {
+// The scales of a patch's rows, which are kept for the end of the super-tile.
+template <class X>
+__device__ __forceinline__ void choose_row_scales(const TileWork<X>& work, const Patch& x,
+                                                  EightScales& scales) {
   const QuantizeProblem& p = work.task.q.p;
-  const Place& place = work.place;
   uint32_t most[4];
   row_maxima(x, most);
   if (p.tile == kBlock) square_maxima(most);
-  EightScales scales;
-  const int line0 = work.sub_row * kTileRows + place.row;
+  const int line0 = work.row_line();
   if (p.row_scaled)
     choose_scales(most, [&](int i) { return work.shared.row_lines()[line0 + i]; }, nullptr, scales);
   else
     choose_scales(
         most, [&](int) { return work.block.row; },
         work.tabled() ? work.shared.table(true) : nullptr, scales);
-  const int column_block = (work.sub_column * kTileColumns + place.column) / kBlock;
-  uint8_t* staging = work.shared.row_scales() + column_block * work.shared.super_rows + line0;
-  if (place.column_half == 0)
-    *reinterpret_cast<uint2*>(staging) = make_uint2(scales.bytes[0], scales.bytes[1]);
+  if (work.place.column_half == 0)
+    *reinterpret_cast<uint2*>(work.row_scales()) = make_uint2(scales.bytes[0], scales.bytes[1]);
+}
 
+// The same for its columns.
+template <class X>
+__device__ __forceinline__ void choose_column_scales(const TileWork<X>& work, const Patch& x,
+                                                     EightScales& scales) {
+  const QuantizeProblem& p = work.task.q.p;
+  uint32_t most[4];
+  if (p.tile == kBlock) {
+    row_maxima(x, most);
+    square_maxima(most);
+  } else {
+    column_maxima(x, most);
+  }
+  const int line0 = work.column_line();
+  if (p.row_scaled)
+    choose_scales(
+        most, [&](int i) { return work.shared.column_lines()[line0 + i]; }, nullptr, scales);
+  else
+    choose_scales(
+        most, [&](int) { return work.block.column; },
+        work.tabled() ? work.shared.table(false) : nullptr, scales);
+  if (work.place.row_half == 0)
+    *reinterpret_cast<uint2*>(work.column_scales()) = make_uint2(scales.bytes[0], scales.bytes[1]);
+}
+
+template <class X, bool kStochastic>
+__device__ __forceinline__ void encode_rows(const TileWork<X>& work, const Patch& x,
+                                            const EightScales& scales, uint32_t codes[kPatch]) {
+  const Place& place = work.place;
   uint32_t random[kPatch][2];
   if (kStochastic) {
     const Origin origin = Origin::of(work.task.q, work.entry, work.block.rows.group, kRowDirection);
     const int64_t row = work.block.rows.number * kBlock + place.row % kBlock;
     draw_eight(
+        origin,
         [&](int i, uint32_t* word) {
-          origin.draw(row + i, (work.column0 + place.column) / kBlock, word);
+          origin.count(row + i, (work.column0 + place.column) / kBlock, word);
         },
         place.column_half, kAcross, random);
   }
-  const int64_t row = work.block.rows.row + place.row % kBlock;
-  const int rows =
-      work.column0 + place.column < p.k ? work.block.rows.rows - place.row % kBlock : 0;
-  const int64_t element = (work.entry * p.m + row) * p.k + work.column0 + place.column;
-  uint32_t codes[kPatch];
 #pragma unroll
   for (int r = 0; r < kPatch; ++r) {
     const auto value = [&](int i) {
@@ -493,86 +592,134 @@ __device__ __forceinline__ void quantize_patch_rows(const TileWork<X>& work, con
         value, [&](int) { return scales.multiplier[r]; }, row_signs(x.pair[r]), work.task.places,
         random[r]);
   }
-  if (p.row.codes != nullptr) {
-    uint8_t* to = p.row.codes + element / 2;
-#pragma unroll
-    for (int r = 0; r < kPatch; ++r, to += p.k / 2)
-      if (r < rows) *reinterpret_cast<uint32_t*>(to) = codes[r];
-  }
-  if (p.values != nullptr) {
-    uint16_t* to = p.values + element;
-#pragma unroll
-    for (int r = 0; r < kPatch; ++r, to += p.k) {
-      const uint32_t byte = (scales.bytes[r / 4] >> (r % 4 * 8)) & 0x7Fu;
-      const uint4 values = product_values(codes[r], e4m3_value(byte), x.pair[r]);
-      if (r < rows) *reinterpret_cast<uint4*>(to) = values;
-    }
-  }
-  if ((has_nan_scale(scales.bytes[0]) || has_nan_scale(scales.bytes[1])) && rows > 0)
-    redo_rows(work, staging, row);
 }
 
-// The column-wise form of a patch, whose values the transform may change.
 template <class X, bool kStochastic>
-__device__ __forceinline__ void quantize_patch_columns(const TileWork<X>& work, Patch& x) {
-  const QuantizeProblem& p = work.task.q.p;
+__device__ __forceinline__ void encode_columns(const TileWork<X>& work, const Patch& x,
+                                               const EightScales& scales, uint32_t codes[kPatch]) {
   const Place& place = work.place;
-  if (p.column.hadamard) mix_columns(x, place.row_half);
-  uint32_t most[4];
-  if (p.tile == kBlock) {
-    row_maxima(x, most);
-    square_maxima(most);
-  } else {
-    column_maxima(x, most);
-  }
-  EightScales scales;
-  const int line0 = work.sub_column * kTileColumns + place.column;
-  if (p.row_scaled)
-    choose_scales(
-        most, [&](int i) { return work.shared.column_lines()[line0 + i]; }, nullptr, scales);
-  else
-    choose_scales(
-        most, [&](int) { return work.block.column; },
-        work.tabled() ? work.shared.table(false) : nullptr, scales);
-  uint8_t* staging =
-      work.shared.column_scales() +
-      (work.sub_row * kTileBlocks + work.block_in_tile()) * work.shared.super_columns + line0;
-  if (place.row_half == 0)
-    *reinterpret_cast<uint2*>(staging) = make_uint2(scales.bytes[0], scales.bytes[1]);
-
   uint32_t random[kPatch][2];
   if (kStochastic) {
     const Origin origin =
         Origin::of(work.task.q, work.entry, work.block.rows.group, kColumnDirection);
     draw_eight(
+        origin,
         [&](int i, uint32_t* word) {
-          origin.draw(work.column0 + place.column + i, work.block.rows.number, word);
+          origin.count(work.column0 + place.column + i, work.block.rows.number, word);
         },
         place.row_half, kDown, random);
   }
+  uint32_t signs[kPatch];
+  column_signs(x, signs);
 #pragma unroll
-  for (int j = 0; j < kPatch / 2; ++j) {
-    uint32_t first = 0, second = 0;  // signs of rows 0-3 and 4-7: low column, then high column
+  for (int c = 0; c < kPatch; ++c) {
+    const auto value = [&](int r) {
+      return c % 2 == 0 ? low_half(x.pair[r][c / 2]) : high_half(x.pair[r][c / 2]);
+    };
+    codes[c] = encode_eight<kStochastic>(
+        value, [&](int) { return scales.multiplier[c]; }, signs[c], work.task.places, random[c]);
+  }
+}
+
+// Rows and columns together, so that an element is taken apart once.
+template <class X>
+__device__ __forceinline__ void encode_both(const TileWork<X>& work, const Patch& x,
+                                            const EightScales& row_scales,
+                                            const EightScales& column_scales,
+                                            uint32_t row_codes[kPatch],
+                                            uint32_t column_codes[kPatch]) {
+  column_signs(x, column_codes);
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      first |= (x.pair[r][j] >> (12 - 4 * r)) & (0x00080008u << (4 * r));
-      second |= (x.pair[r + 4][j] >> (12 - 4 * r)) & (0x00080008u << (4 * r));
-    }
+  for (int c = 0; c < kPatch; ++c) column_codes[c] -= kNearestOffset;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int c = 2 * j + h;
-      const auto value = [&](int r) {
-        return h == 0 ? low_half(x.pair[r][j]) : high_half(x.pair[r][j]);
-      };
-      const uint32_t codes = encode_eight<kStochastic>(
-          value, [&](int) { return scales.multiplier[c]; },
-          __byte_perm(first, second, h == 0 ? 0x5410 : 0x7632), work.task.places, random[c]);
-      *reinterpret_cast<uint32_t*>(work.shared.column_codes() +
-                                   column_slot(place.column + c, place.row / 32) +
-                                   place.row / 8 % 4 * 4) = codes;
+  for (int r = 0; r < kPatch; ++r) {
+    row_codes[r] = row_signs(x.pair[r]) - kNearestOffset;
+#pragma unroll
+    for (int c = 0; c < kPatch; ++c) {
+      const uint32_t pair = x.pair[r][c / 2];
+      const float value = c % 2 == 0 ? low_half(pair) : high_half(pair);
+      const float across = saturated_product(value, row_scales.multiplier[r]);
+      const float down = saturated_product(value, column_scales.multiplier[c]);
+      row_codes[r] = nearest_bits(across) * work.task.places.of[c] + row_codes[r];
+      column_codes[c] = nearest_bits(down) * work.task.places.of[r] + column_codes[c];
     }
   }
-  if (has_nan_scale(scales.bytes[0]) || has_nan_scale(scales.bytes[1])) redo_columns(work, staging);
+}
+
+// Codes and values of a patch's rows, as they are asked for.
+template <class X>
+__device__ __forceinline__ void store_rows(const TileWork<X>& work, const Patch& x,
+                                           const EightScales& scales,
+                                           const uint32_t codes[kPatch]) {
+  const QuantizeProblem& p = work.task.q.p;
+  const int rows = work.rows();
+  const int64_t element = work.element();
+  if (p.row.codes != nullptr) {
+    uint8_t* to = p.row.codes + element / 2;
+#pragma unroll
+    for (int r = 0; r < kPatch; ++r, to += work.task.k / 2)
+      if (r < rows) *reinterpret_cast<uint32_t*>(to) = codes[r];
+  }
+  if (p.values != nullptr) {
+    uint16_t* to = p.values + element;
+#pragma unroll
+    for (int r = 0; r < kPatch; ++r, to += work.task.k) {
+      const uint32_t byte = (scales.bytes[r / 4] >> (r % 4 * 8)) & 0x7Fu;
+      const uint4 values = product_values(codes[r], e4m3_value(byte), x.pair[r]);
+      if (r < rows) *reinterpret_cast<uint4*>(to) = values;
+    }
+  }
+}
+
+// Codes of a patch's columns, to where they turn.
+template <class X>
+__device__ __forceinline__ void stage_columns(const TileWork<X>& work,
+                                              const uint32_t codes[kPatch]) {
+  const Place& place = work.place;
+#pragma unroll
+  for (int c = 0; c < kPatch; ++c)
+    *reinterpret_cast<uint32_t*>(work.shared.column_codes() +
+                                 column_slot(place.column + c, place.row / 32) +
+                                 place.row / 8 % 4 * 4) = codes[c];
+}
+
+__device__ __forceinline__ bool has_nan(const EightScales& scales) {
+  return has_nan_scale(scales.bytes[0]) || has_nan_scale(scales.bytes[1]);
+}
+
+// Which directions of a patch must be done again.
+struct Again {
+  bool rows, columns;
+};
+
+template <class X, bool kStochastic>
+__device__ __forceinline__ Again quantize_patch(const TileWork<X>& work, Patch& x) {
+  const QuantizeProblem& p = work.task.q.p;
+  EightScales row_scales, column_scales;
+  uint32_t row_codes[kPatch], column_codes[kPatch];
+  Again again = {false, false};
+  if (!kStochastic && p.row.wanted && p.column.wanted && !p.column.hadamard) {
+    choose_row_scales(work, x, row_scales);
+    choose_column_scales(work, x, column_scales);
+    encode_both(work, x, row_scales, column_scales, row_codes, column_codes);
+    store_rows(work, x, row_scales, row_codes);
+    stage_columns(work, column_codes);
+    return {has_nan(row_scales) && work.rows() > 0, has_nan(column_scales)};
+  }
+  if (p.row.wanted) {
+    choose_row_scales(work, x, row_scales);
+    encode_rows<X, kStochastic>(work, x, row_scales, row_codes);
+    store_rows(work, x, row_scales, row_codes);
+    again.rows = has_nan(row_scales) && work.rows() > 0;
+  }
+  if (p.column.wanted) {
+    if (p.column.hadamard) mix_columns(x, work.place.row_half);
+    choose_column_scales(work, x, column_scales);
+    encode_columns<X, kStochastic>(work, x, column_scales, column_codes);
+    stage_columns(work, column_codes);
+    again.columns = has_nan(column_scales);
+  }
+  return again;
 }
 
 // ---- What a tile or super-tile leaves ----------------------------------------------------------
@@ -582,23 +729,22 @@ template <class X>
 __device__ __forceinline__ void store_column_codes(const TileTask& task, const Shared<X>& shared,
                                                    const Cursor& at) {
   const StoredForm& form = task.q.p.column;
-  const int64_t column0 =
-      static_cast<int64_t>(at.column0 + at.sub_column(task.grid)) * kTileColumns;
-  const int64_t block0 = static_cast<int64_t>(at.row0 + at.sub_row(task.grid)) * kTileBlocks;
+  const int chunk = threadIdx.x % 2;
+  const int32_t block = at.block(task.grid) + chunk * 2;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int id = threadIdx.x + i * kThreads, column = id / 2, chunk = id % 2;
-    const int64_t block = block0 + chunk * 2;
-    if (column0 + column >= task.q.p.k || block >= form.blocks) continue;
+    const int column = threadIdx.x / 2 + i * (kThreads / 2);
+    const int32_t row = at.column(task.grid) + column;
+    if (row >= task.k || block >= task.row_blocks) continue;
     const uint4 codes =
         *reinterpret_cast<const uint4*>(shared.column_codes() + column_slot(column, chunk));
-    uint8_t* to = form.codes + ((at.entry * task.q.p.k + column0 + column) * form.blocks + block) *
-                                   kBlockCodeBytes;
-    if (form.blocks % 2 == 0) {
+    uint8_t* to = form.codes +
+                  (row_start(at.entry * task.k + row, task.row_blocks) + block) * kBlockCodeBytes;
+    if (task.row_blocks % 2 == 0) {
       *reinterpret_cast<uint4*>(to) = codes;
     } else {
       *reinterpret_cast<uint2*>(to) = make_uint2(codes.x, codes.y);
-      if (block + 1 < form.blocks)
+      if (block + 1 < task.row_blocks)
         *reinterpret_cast<uint2*>(to + kBlockCodeBytes) = make_uint2(codes.z, codes.w);
     }
   }
@@ -691,10 +837,9 @@ __device__ void prepare_tile(const TileTask& task, const Shared<X>& shared, cons
                              bool fresh) {
   if (threadIdx.x >= kTileBlocks) return;
   const QuantizeProblem& p = task.q.p;
-  const int64_t block =
-      static_cast<int64_t>(at.row0 + at.sub_row(task.grid)) * kTileBlocks + threadIdx.x;
+  const int32_t block = at.block(task.grid) + threadIdx.x;
   TileBlock& out = shared.blocks()[threadIdx.x];
-  out.rows = block < task.q.row_blocks ? task.q.row_block(at.entry, block) : RowBlock{0, 0, 0, 0};
+  out.rows = task.row_block(at.entry, block);
   if (p.row_scaled || !(p.grouped || fresh)) return;
   const bool exists = out.rows.rows > 0 || !p.grouped;
   const int64_t matrix = task.q.matrix(at.entry, out.rows);
@@ -716,12 +861,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(X) == 2 ? 4 : 3)
   store_given_amaxes(p);
   const Shared<X> shared = {memory, task.grid.row_span * kTileRows,
                             task.grid.column_span * kTileColumns};
-  Cursor now = Cursor::first(task.grid), ahead = now;
-  for (int i = 0; i < kStages; ++i) {
-    if (ahead.exists(task.grid)) fetch<X>(task, ahead, shared.stage(i));
-    commit_copies();
-    if (ahead.exists(task.grid)) ahead.advance(task.grid);
-  }
+  static_assert(kStages == 2, "one tile is under work and one under way");
+  Cursor now = Cursor::first(task.grid), next = now;
+  fetch<X>(task, now, shared.stage(0));
+  commit_copies();
+  next.advance(task.grid);
+  if (next.exists(task.grid)) fetch<X>(task, next, shared.stage(1));
+  commit_copies();
   int stage = 0;
   bool fresh = true;  // the first tile of a super-tile
   while (now.exists(task.grid)) {
@@ -730,35 +876,23 @@ __global__ void __launch_bounds__(kThreads, sizeof(X) == 2 ? 4 : 3)
     await_copies<kStages - 1>();
     __syncthreads();
     {
-      const Place place = Place::of(threadIdx.x);
-      const TileWork<X> work = {
-          task,
-          shared,
-          shared.stage(stage),
-          place,
-          now.entry,
-          now.sub_row(task.grid),
-          now.sub_column(task.grid),
-          static_cast<int64_t>(now.row0 + now.sub_row(task.grid)) * kTileBlocks,
-          static_cast<int64_t>(now.column0 + now.sub_column(task.grid)) * kTileColumns,
-          shared.blocks()[place.row / kBlock]};
+      const TileWork<X> work = TileWork<X>::of(task, shared, now, stage);
       Patch x;
-      load_patch(work.stage, place.row, place.column, x);
-      if (p.row.wanted) quantize_patch_rows<X, kStochastic>(work, x);
-      if (p.column.wanted) quantize_patch_columns<X, kStochastic>(work, x);
+      load_patch(work.stage, work.place.row, work.place.column, x);
+      const Again again = quantize_patch<X, kStochastic>(work, x);
+      if (again.rows) redo_rows(task, shared, now, stage);
+      if (again.columns) redo_columns(task, shared, now, stage);
     }
     __syncthreads();
-    if (ahead.exists(task.grid)) {
-      fetch<X>(task, ahead, shared.stage(stage));
-      ahead.advance(task.grid);
-    }
+    Cursor ahead = next;
+    if (next.exists(task.grid)) ahead.advance(task.grid);
+    if (ahead.exists(task.grid)) fetch<X>(task, ahead, shared.stage(stage));
     commit_copies();
     if (p.column.wanted) store_column_codes(task, shared, now);
-    Cursor next = now;
-    next.advance(task.grid);
     fresh = next.super != now.super;
     if (fresh) store_super_scales(task, shared, now);
     now = next;
+    next = ahead;
     stage ^= 1;
   }
 }
@@ -776,7 +910,7 @@ Grid grid_of(const QuantizeTask& task, int row_span, int column_span) {
   grid.column_span = column_span;
   grid.super_rows = static_cast<int32_t>(ceil_div(grid.row_tiles, row_span));
   grid.super_columns = static_cast<int32_t>(ceil_div(grid.column_tiles, column_span));
-  grid.supers = task.p.batch * grid.super_rows * grid.super_columns;
+  grid.supers = static_cast<int32_t>(task.p.batch) * grid.super_rows * grid.super_columns;
   return grid;
 }
 
@@ -784,6 +918,9 @@ template <class X, bool kStochastic>
 cudaError_t launch(const QuantizeTask& q, cudaStream_t stream) {
   TileTask task = {};
   task.q = q;
+  task.m = static_cast<int32_t>(q.p.m);
+  task.k = static_cast<int32_t>(q.p.k);
+  task.row_blocks = static_cast<int32_t>(q.row_blocks);
   for (int i = 0; i < 8; ++i) task.places.of[i] = 1u << (4 * i);
   const auto kernel = quantize_tiles<X, kStochastic>;
   int processors = 0;
@@ -822,11 +959,11 @@ bool quantize_tiles_supports(const QuantizeProblem& p) {
   };
   const int64_t row_blocks = p.grouped ? grouped_blocks(p.m, p.groups) : ceil_div(p.m, kBlock);
   const int64_t tiles = p.batch * ceil_div(row_blocks, kTileBlocks) * ceil_div(p.k, kTileColumns);
-  return bfloat16_values && plain(p.row) && plain(p.column) && p.groups > 0 &&
+  return bfloat16_values && plain(p.row) && plain(p.column) && p.groups > 0 && tiles > 0 &&
          p.k % (2 * kBlock) == 0 &&       // rows of codes in 16-byte steps
          !(p.row_scaled && p.grouped) &&  // lines would change inside a tile
          !(p.tile == kBlock && p.column.wanted && p.column.hadamard) &&  // a tile of mixed values
-         tiles < (int64_t{1} << 31);  // tiles are counted in 32 bits
+         p.batch * (p.m + p.k) < (int64_t{1} << 30) && tiles < (int64_t{1} << 30);  // 32 bits
 }
 
 cudaError_t launch_quantize_tiles(const QuantizeTask& task, cudaStream_t stream) {
