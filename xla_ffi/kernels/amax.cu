@@ -139,12 +139,18 @@ struct Seen {
   __device__ void leave(const QuantizeTask& task, int64_t matrix, int64_t column, int64_t count) {
     const QuantizeProblem& p = task.p;
     if (kind == Maxima::kLines) {
-      if (p.column.wanted)
+      // All are read before any is raised: what is seen may only be too small.
+      float* amax = p.column.amax + matrix * p.k + column;
+      uint32_t bits[kWidth], seen[kWidth];
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i)
-          if (i < count)
-            raise_to(p.column.amax + matrix * p.k + column + i,
-                     stored_bits<dtype>(p.compute, columns.element(i)));
+      for (int i = 0; i < kWidth; ++i) {
+        bits[i] = stored_bits<dtype>(p.compute, columns.element(i));
+        seen[i] = p.column.wanted && i < count ? __ldcg(reinterpret_cast<const uint32_t*>(amax + i))
+                                               : ~0u;
+      }
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i)
+        if (bits[i] > seen[i]) atomicMax(reinterpret_cast<uint32_t*>(amax + i), bits[i]);
     } else {
       const uint32_t most = __reduce_max_sync(~0u, columns.most());
       const uint32_t mixed = __reduce_max_sync(~0u, transformed);
@@ -187,16 +193,19 @@ __global__ void __launch_bounds__(kThreads) amaxes(QuantizeTask task, int strip_
       x[i] = load<dtype, kVector>(p, index + i * p.k, i < rows.rows ? count : 0);
     if (kind == Maxima::kHadamard)
       seen.transformed = max(seen.transformed, hadamard_most<dtype>(x, p.compute));
+    uint32_t row_most = 0;  // lane i of each warp: of row i
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       x[i].make_magnitudes();
       seen.columns.raise(x[i]);
-      if (kind == Maxima::kLines && p.row.wanted && i < rows.rows) {
+      if (kind == Maxima::kLines) {
         const uint32_t most = __reduce_max_sync(~0u, x[i].most());
-        if (threadIdx.x % 32 == 0)
-          raise_to(p.row.amax + entry * p.m + rows.row + i, stored_bits<dtype>(p.compute, most));
+        if (threadIdx.x % 32 == i) row_most = most;
       }
     }
+    const int lane = threadIdx.x % 32;
+    if (kind == Maxima::kLines && p.row.wanted && lane < rows.rows)
+      raise_to(p.row.amax + entry * p.m + rows.row + lane, stored_bits<dtype>(p.compute, row_most));
   }
   if (matrix >= 0) seen.leave(task, matrix, column, count);
 }
@@ -212,7 +221,9 @@ cudaError_t launch_kind(const QuantizeTask& task, cudaStream_t stream) {
   const auto grid_of = [&](int blocks) {
     return p.batch * ceil_div(task.row_blocks, blocks) * ceil_div(p.k, kStripColumns);
   };
-  while (strip_blocks > 1 && grid_of(strip_blocks) < 4 * processors) strip_blocks /= 2;
+  // Lines want long strips, of which each raises its columns once.
+  const int64_t enough = (kind == Maxima::kLines ? 4 : 12) * processors;
+  while (strip_blocks > 1 && grid_of(strip_blocks) < enough) strip_blocks /= 2;
   const int64_t grid = grid_of(strip_blocks);
   if (grid == 0) return cudaSuccess;
   if (grid > 0x7FFFFFFF) return cudaErrorInvalidValue;

@@ -9,19 +9,6 @@
 
 namespace jax_fp4::cuda {
 
-// m and S_dec of a tensor, row or column. The scale is calm if no multiplier of a block, no eighth
-// of one and no product float(s) * S_dec comes near the denormals; otherwise m is NaN, which makes
-// every block of it 0x7F here.
-struct LineScale {
-  float per_block, decode;
-
-  __device__ static LineScale of(float amax, float bound) {
-    const TensorScale<float> scale = tensor_scale(amax, bound);
-    const bool calm = scale.amax == 0.0f || (scale.amax > 0x1p-90f && scale.amax < 0x1p100f);
-    return {calm ? scale.per_block : __uint_as_float(kNanBits), scale.decode};
-  }
-};
-
 // Two E4M3 scales from a pair of block maxima (any sign): 0x7F where one is not finite.
 __device__ __forceinline__ uint32_t scale_pair(uint32_t most, float per_block_low,
                                                float per_block_high) {

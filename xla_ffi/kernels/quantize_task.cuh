@@ -24,10 +24,30 @@ struct alignas(16) RowBlock {
   int32_t number;  // among the blocks of its group
 };
 
+// m and S_dec of a tensor, row or column. The scale is calm if no multiplier of a block, no eighth
+// of one and no product float(s) * S_dec comes near the denormals; otherwise m is NaN, which makes
+// every block of it 0x7F here.
+struct LineScale {
+  float per_block, decode;
+
+  __device__ static LineScale of(float amax, float bound) {
+    const TensorScale<float> scale = tensor_scale(amax, bound);
+    const bool calm = scale.amax == 0.0f || (scale.amax > 0x1p-90f && scale.amax < 0x1p100f);
+    return {calm ? scale.per_block : __uint_as_float(kNanBits), scale.decode};
+  }
+};
+
+// A row block with the scales of its group, as the tile kernel reads them.
+struct alignas(16) ScaledBlock {
+  RowBlock rows;
+  LineScale row, column;
+};
+
 struct QuantizeTask {
   QuantizeProblem p;
   int64_t row_blocks;    // of a batch entry
   RowBlock* blocks;      // [batch, row_blocks] if grouped
+  ScaledBlock* scaled;   // the same, once the amaxes are known
   int32_t* group_rows;   // [batch, groups] if grouped
   int32_t* first_block;  // [batch, groups] if grouped
   int32_t* first_row;    // [batch, groups + 1] if grouped: the last is where the groups end

@@ -27,6 +27,21 @@ constexpr int kPatch = 8;
 constexpr int kStages = 2;
 constexpr int kMostRowSpan = 2, kMostColumnSpan = 4;  // tiles of a super-tile
 
+// ---- Variants ----------------------------------------------------------------------------------
+
+// What has an amax of its own: a batch entry, a line (row scaling), or a group.
+enum class Scaling { kTensor, kLines, kGroups };
+
+// A kernel each: code that is not needed would lie between what is, and the instruction cache is
+// what limits a kernel as long as this.
+template <class X_, Scaling scaling, bool stochastic, bool mixed>
+struct Variant {
+  using X = X_;
+  static constexpr Scaling kScaling = scaling;
+  static constexpr bool kStochastic = stochastic;
+  static constexpr bool kMixed = mixed;  // the Hadamard transform, column-wise
+};
+
 // ---- Which tiles -------------------------------------------------------------------------------
 
 struct Grid {
@@ -36,6 +51,11 @@ struct Grid {
   int32_t supers;                     // of all entries
 };
 
+// Index of the first element of row `row`, of rows that are `width` wide.
+__device__ __forceinline__ int64_t row_start(int32_t row, int32_t width) {
+  return static_cast<int64_t>(row) * width;
+}
+
 // Extents fit 32 bits (quantize_tiles_supports), so that a product of two takes one instruction.
 struct TileTask {
   QuantizeTask q;
@@ -43,18 +63,18 @@ struct TileTask {
   int32_t m, k, row_blocks;
   Places places;
 
+  template <class V>
   __device__ __forceinline__ RowBlock row_block(int32_t entry, int32_t block) const {
     if (block >= row_blocks) return {0, 0, 0, 0};
-    if (q.p.grouped) return q.row_block(entry, block);
+    if (V::kScaling == Scaling::kGroups) {
+      const int4* table = reinterpret_cast<const int4*>(q.blocks) + row_start(entry, row_blocks);
+      const int4 from = __ldg(table + block);
+      return {from.x, from.y, from.z, from.w};
+    }
     const int32_t row = block * kBlock;
     return {row, min(m - row, kBlock), 0, block};
   }
 };
-
-// Index of the first element of row `row`, of rows that are `width` wide.
-__device__ __forceinline__ int64_t row_start(int32_t row, int32_t width) {
-  return static_cast<int64_t>(row) * width;
-}
 
 // Walks the tiles of a thread block's super-tiles.
 struct Cursor {
@@ -100,12 +120,6 @@ struct Cursor {
 
 // ---- Shared memory -----------------------------------------------------------------------------
 
-// What belongs to one of the four row blocks of a tile.
-struct TileBlock {
-  RowBlock rows;
-  LineScale row, column;
-};
-
 // Sizes follow the spans, so the parts are pointers.
 template <class X>
 struct Shared {
@@ -118,12 +132,14 @@ struct Shared {
   __device__ uint8_t* column_codes() const {
     return base + kStages * kTileRows * kTileColumns * sizeof(X);
   }
-  __device__ TileBlock* blocks() const {
-    return reinterpret_cast<TileBlock*>(column_codes() + kTileColumns * kTileRows / 2);
+  // Scaling::kTensor: the scale of the batch entry.
+  __device__ LineScale* tensor(bool row_wise) const {
+    return reinterpret_cast<LineScale*>(column_codes() + kTileColumns * kTileRows / 2) +
+           (row_wise ? 0 : 1);
   }
-  // Without row scaling: an eighth of the multiplier of each scale byte.
+  // And an eighth of the multiplier of each scale byte.
   __device__ float* table(bool row_wise) const {
-    return reinterpret_cast<float*>(blocks() + kTileBlocks) + (row_wise ? 0 : 128);
+    return reinterpret_cast<float*>(tensor(true) + 2) + (row_wise ? 0 : 128);
   }
   // [column block, row] and [row block, column] of the super-tile.
   __device__ uint8_t* row_scales() const { return reinterpret_cast<uint8_t*>(table(true) + 256); }
@@ -141,7 +157,7 @@ template <class X>
 size_t shared_bytes(const Grid& grid, bool row_scaled) {
   const size_t rows = grid.row_span * kTileRows, columns = grid.column_span * kTileColumns;
   return kStages * kTileRows * kTileColumns * sizeof(X) + kTileColumns * kTileRows / 2 +
-         kTileBlocks * sizeof(TileBlock) + 256 * sizeof(float) + rows * columns / 8 +
+         2 * sizeof(LineScale) + 256 * sizeof(float) + rows * columns / 8 +
          (row_scaled ? (rows + columns) * sizeof(LineScale) : 0);
 }
 
@@ -155,7 +171,7 @@ __device__ __forceinline__ int swizzled(int chunk) {
 }
 
 // Begins the copy of a tile; what lies outside x or its group becomes 0.
-template <class X>
+template <class V, class X = typename V::X>
 __device__ __forceinline__ void fetch(const TileTask& task, const Cursor& at, X* stage) {
   constexpr int kChunk = 16 / sizeof(X), kChunks = kTileColumns / kChunk;  // of a row
   constexpr int kRowsAtOnce = kThreads / kChunks;
@@ -166,22 +182,22 @@ __device__ __forceinline__ void fetch(const TileTask& task, const Cursor& at, X*
   X* to = stage + first * kTileColumns + swizzled<X>(chunk) * kChunk;
   const bool inside = column < task.k;
   const int64_t step = row_start(kRowsAtOnce, task.k);
-  if (!p.grouped) {
+  if constexpr (V::kScaling != Scaling::kGroups) {
     const int32_t row = block0 * kBlock + first, left = inside ? task.m - row : 0;
     const X* from = corner + row_start(at.entry * task.m + row, task.k);
 #pragma unroll
     for (int r = 0; r < kTileRows; r += kRowsAtOnce, from += step)
       copy_async(to + r * kTileColumns, from, r < left);
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int b = 0; b < kTileBlocks; ++b) {
-    const RowBlock rows = task.row_block(at.entry, block0 + b);
-    const int32_t left = inside ? rows.rows - first : 0;
-    const X* from = corner + row_start(at.entry * task.m + rows.row + first, task.k);
+    for (int b = 0; b < kTileBlocks; ++b) {
+      const RowBlock rows = task.row_block<V>(at.entry, block0 + b);
+      const int32_t left = inside ? rows.rows - first : 0;
+      const X* from = corner + row_start(at.entry * task.m + rows.row + first, task.k);
 #pragma unroll
-    for (int r = 0; r < kBlock; r += kRowsAtOnce, from += step)
-      copy_async(to + (b * kBlock + r) * kTileColumns, from, r < left);
+      for (int r = 0; r < kBlock; r += kRowsAtOnce, from += step)
+        copy_async(to + (b * kBlock + r) * kTileColumns, from, r < left);
+    }
   }
 }
 
@@ -374,8 +390,10 @@ __device__ __forceinline__ void mix_columns(Patch& x, int half) {
 // ---- One tile ----------------------------------------------------------------------------------
 
 // What a thread knows while it works on a tile.
-template <class X>
+template <class V>
 struct TileWork {
+  using X = typename V::X;
+
   const TileTask& task;
   Shared<X> shared;
   const X* stage;
@@ -383,24 +401,41 @@ struct TileWork {
   int32_t entry;
   int32_t sub_row, sub_column;  // of the super-tile
   int32_t column0;              // of the tile
-  TileBlock block;              // of the patch
+  ScaledBlock block;            // of the patch
+
+  // Only with groups is this worth asking for before the tile is there.
+  __device__ __forceinline__ static ScaledBlock find_block(const TileTask& task,
+                                                           const Shared<X>& shared,
+                                                           const Cursor& at) {
+    const int32_t number = at.block(task.grid) + Place::of(threadIdx.x).row / kBlock;
+    ScaledBlock out = {task.row_block<V>(at.entry, number), {0.0f, 1.0f}, {0.0f, 1.0f}};
+    if constexpr (V::kScaling == Scaling::kTensor)
+      out.row = *shared.tensor(true), out.column = *shared.tensor(false);
+    if constexpr (V::kScaling == Scaling::kGroups)
+      if (number < task.row_blocks) {
+        const float4* from = reinterpret_cast<const float4*>(
+            task.q.scaled + row_start(at.entry, task.row_blocks) + number);
+        const float4 scales = __ldg(from + 1);
+        out.row = {scales.x, scales.y}, out.column = {scales.z, scales.w};
+      }
+    return out;
+  }
 
   __device__ __forceinline__ static TileWork of(const TileTask& task, const Shared<X>& shared,
-                                                const Cursor& at, int stage) {
-    const Place place = Place::of(threadIdx.x);
+                                                const Cursor& at, int stage,
+                                                const ScaledBlock& block) {
     return {task,
             shared,
             shared.stage(stage),
-            place,
+            Place::of(threadIdx.x),
             at.entry,
             at.sub_row(task.grid),
             at.sub_column(task.grid),
             at.column(task.grid),
-            shared.blocks()[place.row / kBlock]};
+            block};
   }
 
   __device__ int block_in_tile() const { return place.row / kBlock; }
-  __device__ bool tabled() const { return !task.q.p.row_scaled && !task.q.p.grouped; }
   __device__ int row_line() const { return sub_row * kTileRows + place.row; }
   __device__ int column_line() const { return sub_column * kTileColumns + place.column; }
   // Where this patch's scales stay: eight bytes.
@@ -442,10 +477,11 @@ __device__ __forceinline__ int column_slot(int column, int chunk) {
 }
 
 // The rows of a patch done again by definition.
-template <class X>
-__device__ __noinline__ void redo_rows(const TileTask& task, const Shared<X>& shared,
-                                       const Cursor& at, int stage) {
-  const TileWork<X> work = TileWork<X>::of(task, shared, at, stage);
+template <class V, class X = typename V::X>
+__device__ __noinline__ void redo_rows(const TileTask& task, Shared<X> shared, Cursor at,
+                                       int stage) {
+  const TileWork<V> work =
+      TileWork<V>::of(task, shared, at, stage, TileWork<V>::find_block(task, shared, at));
   const QuantizeProblem& p = task.q.p;
   const Place& place = work.place;
   uint8_t* scales = work.row_scales();
@@ -487,10 +523,11 @@ __device__ __noinline__ void redo_rows(const TileTask& task, const Shared<X>& sh
   }
 }
 
-template <class X>
-__device__ __noinline__ void redo_columns(const TileTask& task, const Shared<X>& shared,
-                                          const Cursor& at, int stage) {
-  const TileWork<X> work = TileWork<X>::of(task, shared, at, stage);
+template <class V, class X = typename V::X>
+__device__ __noinline__ void redo_columns(const TileTask& task, Shared<X> shared, Cursor at,
+                                          int stage) {
+  const TileWork<V> work =
+      TileWork<V>::of(task, shared, at, stage, TileWork<V>::find_block(task, shared, at));
   const QuantizeProblem& p = task.q.p;
   const Place& place = work.place;
   uint8_t* scales = work.column_scales();
@@ -526,27 +563,27 @@ __device__ __noinline__ void redo_columns(const TileTask& task, const Shared<X>&
 }
 
 // The scales of a patch's rows, which are kept for the end of the super-tile.
-template <class X>
-__device__ __forceinline__ void choose_row_scales(const TileWork<X>& work, const Patch& x,
+template <class V>
+__device__ __forceinline__ void choose_row_scales(const TileWork<V>& work, const Patch& x,
                                                   EightScales& scales) {
   const QuantizeProblem& p = work.task.q.p;
   uint32_t most[4];
   row_maxima(x, most);
   if (p.tile == kBlock) square_maxima(most);
   const int line0 = work.row_line();
-  if (p.row_scaled)
+  if constexpr (V::kScaling == Scaling::kLines)
     choose_scales(most, [&](int i) { return work.shared.row_lines()[line0 + i]; }, nullptr, scales);
   else
     choose_scales(
         most, [&](int) { return work.block.row; },
-        work.tabled() ? work.shared.table(true) : nullptr, scales);
+        V::kScaling == Scaling::kTensor ? work.shared.table(true) : nullptr, scales);
   if (work.place.column_half == 0)
     *reinterpret_cast<uint2*>(work.row_scales()) = make_uint2(scales.bytes[0], scales.bytes[1]);
 }
 
 // The same for its columns.
-template <class X>
-__device__ __forceinline__ void choose_column_scales(const TileWork<X>& work, const Patch& x,
+template <class V>
+__device__ __forceinline__ void choose_column_scales(const TileWork<V>& work, const Patch& x,
                                                      EightScales& scales) {
   const QuantizeProblem& p = work.task.q.p;
   uint32_t most[4];
@@ -557,23 +594,23 @@ __device__ __forceinline__ void choose_column_scales(const TileWork<X>& work, co
     column_maxima(x, most);
   }
   const int line0 = work.column_line();
-  if (p.row_scaled)
+  if constexpr (V::kScaling == Scaling::kLines)
     choose_scales(
         most, [&](int i) { return work.shared.column_lines()[line0 + i]; }, nullptr, scales);
   else
     choose_scales(
         most, [&](int) { return work.block.column; },
-        work.tabled() ? work.shared.table(false) : nullptr, scales);
+        V::kScaling == Scaling::kTensor ? work.shared.table(false) : nullptr, scales);
   if (work.place.row_half == 0)
     *reinterpret_cast<uint2*>(work.column_scales()) = make_uint2(scales.bytes[0], scales.bytes[1]);
 }
 
-template <class X, bool kStochastic>
-__device__ __forceinline__ void encode_rows(const TileWork<X>& work, const Patch& x,
+template <class V>
+__device__ __forceinline__ void encode_rows(const TileWork<V>& work, const Patch& x,
                                             const EightScales& scales, uint32_t codes[kPatch]) {
   const Place& place = work.place;
   uint32_t random[kPatch][2];
-  if (kStochastic) {
+  if constexpr (V::kStochastic) {
     const Origin origin = Origin::of(work.task.q, work.entry, work.block.rows.group, kRowDirection);
     const int64_t row = work.block.rows.number * kBlock + place.row % kBlock;
     draw_eight(
@@ -588,18 +625,18 @@ __device__ __forceinline__ void encode_rows(const TileWork<X>& work, const Patch
     const auto value = [&](int i) {
       return i % 2 == 0 ? low_half(x.pair[r][i / 2]) : high_half(x.pair[r][i / 2]);
     };
-    codes[r] = encode_eight<kStochastic>(
+    codes[r] = encode_eight<V::kStochastic>(
         value, [&](int) { return scales.multiplier[r]; }, row_signs(x.pair[r]), work.task.places,
         random[r]);
   }
 }
 
-template <class X, bool kStochastic>
-__device__ __forceinline__ void encode_columns(const TileWork<X>& work, const Patch& x,
+template <class V>
+__device__ __forceinline__ void encode_columns(const TileWork<V>& work, const Patch& x,
                                                const EightScales& scales, uint32_t codes[kPatch]) {
   const Place& place = work.place;
   uint32_t random[kPatch][2];
-  if (kStochastic) {
+  if constexpr (V::kStochastic) {
     const Origin origin =
         Origin::of(work.task.q, work.entry, work.block.rows.group, kColumnDirection);
     draw_eight(
@@ -616,14 +653,14 @@ __device__ __forceinline__ void encode_columns(const TileWork<X>& work, const Pa
     const auto value = [&](int r) {
       return c % 2 == 0 ? low_half(x.pair[r][c / 2]) : high_half(x.pair[r][c / 2]);
     };
-    codes[c] = encode_eight<kStochastic>(
+    codes[c] = encode_eight<V::kStochastic>(
         value, [&](int) { return scales.multiplier[c]; }, signs[c], work.task.places, random[c]);
   }
 }
 
 // Rows and columns together, so that an element is taken apart once.
-template <class X>
-__device__ __forceinline__ void encode_both(const TileWork<X>& work, const Patch& x,
+template <class V>
+__device__ __forceinline__ void encode_both(const TileWork<V>& work, const Patch& x,
                                             const EightScales& row_scales,
                                             const EightScales& column_scales,
                                             uint32_t row_codes[kPatch],
@@ -647,8 +684,8 @@ __device__ __forceinline__ void encode_both(const TileWork<X>& work, const Patch
 }
 
 // Codes and values of a patch's rows, as they are asked for.
-template <class X>
-__device__ __forceinline__ void store_rows(const TileWork<X>& work, const Patch& x,
+template <class V>
+__device__ __forceinline__ void store_rows(const TileWork<V>& work, const Patch& x,
                                            const EightScales& scales,
                                            const uint32_t codes[kPatch]) {
   const QuantizeProblem& p = work.task.q.p;
@@ -672,8 +709,8 @@ __device__ __forceinline__ void store_rows(const TileWork<X>& work, const Patch&
 }
 
 // Codes of a patch's columns, to where they turn.
-template <class X>
-__device__ __forceinline__ void stage_columns(const TileWork<X>& work,
+template <class V>
+__device__ __forceinline__ void stage_columns(const TileWork<V>& work,
                                               const uint32_t codes[kPatch]) {
   const Place& place = work.place;
 #pragma unroll
@@ -692,13 +729,13 @@ struct Again {
   bool rows, columns;
 };
 
-template <class X, bool kStochastic>
-__device__ __forceinline__ Again quantize_patch(const TileWork<X>& work, Patch& x) {
+template <class V>
+__device__ __forceinline__ Again quantize_patch(const TileWork<V>& work, Patch& x) {
   const QuantizeProblem& p = work.task.q.p;
   EightScales row_scales, column_scales;
   uint32_t row_codes[kPatch], column_codes[kPatch];
   Again again = {false, false};
-  if (!kStochastic && p.row.wanted && p.column.wanted && !p.column.hadamard) {
+  if (!V::kStochastic && !V::kMixed && p.row.wanted && p.column.wanted) {
     choose_row_scales(work, x, row_scales);
     choose_column_scales(work, x, column_scales);
     encode_both(work, x, row_scales, column_scales, row_codes, column_codes);
@@ -708,14 +745,14 @@ __device__ __forceinline__ Again quantize_patch(const TileWork<X>& work, Patch& 
   }
   if (p.row.wanted) {
     choose_row_scales(work, x, row_scales);
-    encode_rows<X, kStochastic>(work, x, row_scales, row_codes);
+    encode_rows(work, x, row_scales, row_codes);
     store_rows(work, x, row_scales, row_codes);
     again.rows = has_nan(row_scales) && work.rows() > 0;
   }
   if (p.column.wanted) {
-    if (p.column.hadamard) mix_columns(x, work.place.row_half);
+    if (V::kMixed) mix_columns(x, work.place.row_half);
     choose_column_scales(work, x, column_scales);
-    encode_columns<X, kStochastic>(work, x, column_scales, column_codes);
+    encode_columns(work, x, column_scales, column_codes);
     stage_columns(work, column_codes);
     again.columns = has_nan(column_scales);
   }
@@ -776,8 +813,7 @@ __device__ __forceinline__ void store_scales(const StoredForm& form, const uint8
 }
 
 template <class X>
-__device__ __forceinline__ void store_super_scales(const TileTask& task, const Shared<X>& shared,
-                                                   const Cursor& at) {
+__device__ __noinline__ void store_super_scales(const TileTask& task, Shared<X> shared, Cursor at) {
   const QuantizeProblem& p = task.q.p;
   const int64_t block0 = static_cast<int64_t>(at.row0) * kTileBlocks;
   const int64_t column0 = static_cast<int64_t>(at.column0) * kTileColumns;
@@ -806,17 +842,16 @@ __device__ float table_entry(uint32_t scale, float amax, float bound) {
 
 // Tables of a batch entry; lines of a super-tile.
 template <class X>
-__device__ void prepare_super(const TileTask& task, const Shared<X>& shared, const Cursor& at) {
+__device__ __noinline__ void prepare_super(const TileTask& task, Shared<X> shared, Cursor at) {
   const QuantizeProblem& p = task.q.p;
   const int64_t block0 = static_cast<int64_t>(at.row0) * kTileBlocks;
   const int64_t column0 = static_cast<int64_t>(at.column0) * kTileColumns;
-  if (!p.row_scaled && !p.grouped) {
-    if (p.row.wanted)
-      shared.table(true)[threadIdx.x] =
-          table_entry(threadIdx.x, amax_at(p.row, at.entry), static_cast<float>(p.row.bound));
-    if (p.column.wanted)
-      shared.table(false)[threadIdx.x] =
-          table_entry(threadIdx.x, amax_at(p.column, at.entry), static_cast<float>(p.column.bound));
+  for (int row_wise = 0; !p.row_scaled && !p.grouped && row_wise < 2; ++row_wise) {
+    const StoredForm& form = row_wise ? p.row : p.column;
+    if (!form.wanted) continue;
+    const float amax = amax_at(form, at.entry), bound = static_cast<float>(form.bound);
+    shared.table(row_wise)[threadIdx.x] = table_entry(threadIdx.x, amax, bound);
+    if (threadIdx.x == 0) *shared.tensor(row_wise) = LineScale::of(amax, bound);
   }
   for (int i = threadIdx.x; p.row_scaled && p.row.wanted && i < shared.super_rows; i += kThreads) {
     const int64_t row = block0 * kBlock + i;
@@ -831,29 +866,9 @@ __device__ void prepare_super(const TileTask& task, const Shared<X>& shared, con
   }
 }
 
-// The four row blocks of a tile. Only groups change their scales inside a super-tile.
-template <class X>
-__device__ void prepare_tile(const TileTask& task, const Shared<X>& shared, const Cursor& at,
-                             bool fresh) {
-  if (threadIdx.x >= kTileBlocks) return;
-  const QuantizeProblem& p = task.q.p;
-  const int32_t block = at.block(task.grid) + threadIdx.x;
-  TileBlock& out = shared.blocks()[threadIdx.x];
-  out.rows = task.row_block(at.entry, block);
-  if (p.row_scaled || !(p.grouped || fresh)) return;
-  const bool exists = out.rows.rows > 0 || !p.grouped;
-  const int64_t matrix = task.q.matrix(at.entry, out.rows);
-  if (p.row.wanted)
-    out.row =
-        LineScale::of(exists ? amax_at(p.row, matrix) : 0.0f, static_cast<float>(p.row.bound));
-  if (p.column.wanted)
-    out.column = LineScale::of(exists ? amax_at(p.column, matrix) : 0.0f,
-                               static_cast<float>(p.column.bound));
-}
-
 // ---- The kernel --------------------------------------------------------------------------------
 
-template <class X, bool kStochastic>
+template <class V, class X = typename V::X>
 __global__ void __launch_bounds__(kThreads, sizeof(X) == 2 ? 4 : 3)
     quantize_tiles(const __grid_constant__ TileTask task) {
   extern __shared__ __align__(128) uint8_t memory[];
@@ -863,30 +878,32 @@ __global__ void __launch_bounds__(kThreads, sizeof(X) == 2 ? 4 : 3)
                             task.grid.column_span * kTileColumns};
   static_assert(kStages == 2, "one tile is under work and one under way");
   Cursor now = Cursor::first(task.grid), next = now;
-  fetch<X>(task, now, shared.stage(0));
+  fetch<V>(task, now, shared.stage(0));
   commit_copies();
   next.advance(task.grid);
-  if (next.exists(task.grid)) fetch<X>(task, next, shared.stage(1));
+  if (next.exists(task.grid)) fetch<V>(task, next, shared.stage(1));
   commit_copies();
   int stage = 0;
   bool fresh = true;  // the first tile of a super-tile
   while (now.exists(task.grid)) {
     if (fresh) prepare_super(task, shared, now);
-    prepare_tile(task, shared, now, fresh);
+    ScaledBlock block;
+    if (V::kScaling == Scaling::kGroups) block = TileWork<V>::find_block(task, shared, now);
     await_copies<kStages - 1>();
     __syncthreads();
     {
-      const TileWork<X> work = TileWork<X>::of(task, shared, now, stage);
+      if (V::kScaling != Scaling::kGroups) block = TileWork<V>::find_block(task, shared, now);
+      const TileWork<V> work = TileWork<V>::of(task, shared, now, stage, block);
       Patch x;
       load_patch(work.stage, work.place.row, work.place.column, x);
-      const Again again = quantize_patch<X, kStochastic>(work, x);
-      if (again.rows) redo_rows(task, shared, now, stage);
-      if (again.columns) redo_columns(task, shared, now, stage);
+      const Again again = quantize_patch(work, x);
+      if (again.rows) redo_rows<V>(task, shared, now, stage);
+      if (again.columns) redo_columns<V>(task, shared, now, stage);
     }
     __syncthreads();
     Cursor ahead = next;
     if (next.exists(task.grid)) ahead.advance(task.grid);
-    if (ahead.exists(task.grid)) fetch<X>(task, ahead, shared.stage(stage));
+    if (ahead.exists(task.grid)) fetch<V>(task, ahead, shared.stage(stage));
     commit_copies();
     if (p.column.wanted) store_column_codes(task, shared, now);
     fresh = next.super != now.super;
@@ -914,7 +931,7 @@ Grid grid_of(const QuantizeTask& task, int row_span, int column_span) {
   return grid;
 }
 
-template <class X, bool kStochastic>
+template <class V>
 cudaError_t launch(const QuantizeTask& q, cudaStream_t stream) {
   TileTask task = {};
   task.q = q;
@@ -922,7 +939,8 @@ cudaError_t launch(const QuantizeTask& q, cudaStream_t stream) {
   task.k = static_cast<int32_t>(q.p.k);
   task.row_blocks = static_cast<int32_t>(q.row_blocks);
   for (int i = 0; i < 8; ++i) task.places.of[i] = 1u << (4 * i);
-  const auto kernel = quantize_tiles<X, kStochastic>;
+  using X = typename V::X;
+  const auto kernel = quantize_tiles<V>;
   int processors = 0;
   cudaError_t error = multiprocessors(&processors);
   if (error != cudaSuccess) return error;
@@ -948,6 +966,24 @@ cudaError_t launch(const QuantizeTask& q, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+template <class X, Scaling scaling>
+cudaError_t launch_scaling(const QuantizeTask& task, cudaStream_t stream) {
+  const bool random = task.p.seed != nullptr;
+  const bool mixed = task.p.column.wanted && task.p.column.hadamard;
+  if (random && mixed) return launch<Variant<X, scaling, true, true>>(task, stream);
+  if (random) return launch<Variant<X, scaling, true, false>>(task, stream);
+  if (mixed) return launch<Variant<X, scaling, false, true>>(task, stream);
+  return launch<Variant<X, scaling, false, false>>(task, stream);
+}
+
+template <class X>
+cudaError_t launch_dtype(const QuantizeTask& task, cudaStream_t stream) {
+  // Row scaling knows neither random bytes nor the transform.
+  if (task.p.row_scaled) return launch<Variant<X, Scaling::kLines, false, false>>(task, stream);
+  if (task.p.grouped) return launch_scaling<X, Scaling::kGroups>(task, stream);
+  return launch_scaling<X, Scaling::kTensor>(task, stream);
+}
+
 }  // namespace
 
 bool quantize_tiles_supports(const QuantizeProblem& p) {
@@ -967,9 +1003,8 @@ bool quantize_tiles_supports(const QuantizeProblem& p) {
 }
 
 cudaError_t launch_quantize_tiles(const QuantizeTask& task, cudaStream_t stream) {
-  const bool wide = task.p.x_dtype == DType::kF32, random = task.p.seed != nullptr;
-  if (wide) return random ? launch<float, true>(task, stream) : launch<float, false>(task, stream);
-  return random ? launch<uint16_t, true>(task, stream) : launch<uint16_t, false>(task, stream);
+  return task.p.x_dtype == DType::kF32 ? launch_dtype<float>(task, stream)
+                                       : launch_dtype<uint16_t>(task, stream);
 }
 
 }  // namespace jax_fp4::cuda

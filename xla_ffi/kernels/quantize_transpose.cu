@@ -93,13 +93,12 @@ __device__ void clear(uint8_t* bytes, int64_t begin, int64_t end) {
     bytes[i] = 0;
 }
 
-// Rows of the row-wise form after the last group of each batch entry. The column-wise blocks that
-// no group has are made by the quantizing kernel, from no rows.
-__global__ void __launch_bounds__(kClearThreads) clear_rest(QuantizeTask task) {
+// Rows of the row-wise form after the last group of batch entry blockIdx.y. The column-wise blocks
+// that no group has are made by the quantizing kernel, from no rows.
+__device__ void clear_rest(const QuantizeTask& task) {
   const QuantizeProblem& p = task.p;
-  const int64_t entry = blockIdx.y,
-                begin = entry * p.m + task.first_row[entry * (p.groups + 1) + p.groups];
-  const int64_t end = (entry + 1) * p.m;
+  const int64_t entry = blockIdx.y, end = (entry + 1) * p.m;
+  const int64_t begin = entry * p.m + task.first_row[entry * (p.groups + 1) + p.groups];
   if (p.row.codes != nullptr) {
     const int64_t width = p.row.blocks * kBlockCodeBytes;
     clear(p.row.codes, begin * width, end * width);
@@ -107,6 +106,28 @@ __global__ void __launch_bounds__(kClearThreads) clear_rest(QuantizeTask task) {
   }
   if (p.values != nullptr)
     clear(reinterpret_cast<uint8_t*>(p.values), begin * p.k * 2, end * p.k * 2);
+}
+
+// The row blocks of the entry, with the scales that their group's amaxes give them.
+__device__ void scale_blocks(const QuantizeTask& task) {
+  const QuantizeProblem& p = task.p;
+  const int64_t entry = blockIdx.y, stride = static_cast<int64_t>(gridDim.x) * kClearThreads;
+  for (int64_t b = static_cast<int64_t>(blockIdx.x) * kClearThreads + threadIdx.x;
+       b < task.row_blocks; b += stride) {
+    ScaledBlock out = {task.row_block(entry, b), {0.0f, 1.0f}, {0.0f, 1.0f}};
+    if (out.rows.rows > 0 && p.row.wanted)
+      out.row =
+          LineScale::of(row_form_amax(task, entry, out.rows, 0), static_cast<float>(p.row.bound));
+    if (out.rows.rows > 0 && p.column.wanted)
+      out.column = LineScale::of(column_form_amax(task, entry, out.rows, 0),
+                                 static_cast<float>(p.column.bound));
+    task.scaled[entry * task.row_blocks + b] = out;
+  }
+}
+
+__global__ void __launch_bounds__(kClearThreads) finish_groups(QuantizeTask task) {
+  if (task.p.row.wanted) clear_rest(task);
+  if (!task.p.row_scaled) scale_blocks(task);
 }
 
 // ---- Before amaxes are computed -----------------------------------------------------------------
@@ -160,12 +181,11 @@ cudaError_t launch_groups(const QuantizeTask& task, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t launch_clear(const QuantizeTask& task, cudaStream_t stream) {
-  if (!task.p.row.wanted || task.p.m * task.p.k == 0) return cudaSuccess;
-  const int64_t work = ceil_div(task.p.m * task.p.k, 1 << 16);
+cudaError_t launch_finish(const QuantizeTask& task, cudaStream_t stream) {
+  const int64_t work = 1 + task.p.m * task.p.k / (1 << 16);
   const dim3 grid(static_cast<unsigned>(work < 512 ? work : 512),
                   static_cast<unsigned>(task.p.batch));
-  clear_rest<<<grid, kClearThreads, 0, stream>>>(task);
+  finish_groups<<<grid, kClearThreads, 0, stream>>>(task);
   return cudaGetLastError();
 }
 
@@ -189,6 +209,7 @@ int64_t lay_out_scratch(QuantizeTask& task, void* scratch) {
     end += count * static_cast<int64_t>(sizeof(Item));
   };
   take(task.blocks, p.batch * task.row_blocks);
+  take(task.scaled, p.batch * task.row_blocks);
   take(task.group_rows, p.batch * p.groups);
   take(task.first_block, p.batch * p.groups);
   take(task.first_row, p.batch * (p.groups + 1));
@@ -225,7 +246,7 @@ cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scra
   if (error != cudaSuccess) return error;
   if (!given) error = launch_amaxes(task, stream);
   if (error != cudaSuccess) return error;
-  if (p.grouped) error = launch_clear(task, stream);
+  if (p.grouped) error = launch_finish(task, stream);
   if (error != cudaSuccess) return error;
   if (quantize_rows_supports(p)) return launch_quantize_rows(task, stream);
   if (quantize_tiles_supports(p)) return launch_quantize_tiles(task, stream);
