@@ -6,7 +6,7 @@
 // pairs of columns a register, which serves both directions; a block of sixteen is two patches, and
 // one shuffle joins their maxima. Tiles stream through two stages of shared memory. Row-wise codes
 // leave from registers, 32 bytes a row and warp; column-wise ones turn in shared memory. Scales are
-// kept until a super-tile (up to 2 x 4 tiles) is done, since stores of less than 32 bytes cost as
+// kept until a super-tile (up to 4 x 4 tiles) is done, since stores of less than 32 bytes cost as
 // much as whole ones.
 //
 // Thread blocks are persistent and take super-tiles in column-major order, so that those at work
@@ -25,7 +25,7 @@ constexpr int kTileBlocks = 4;
 constexpr int kTileRows = kTileBlocks * kBlock, kTileColumns = 128;
 constexpr int kPatch = 8;
 constexpr int kStages = 2;
-constexpr int kMostRowSpan = 2, kMostColumnSpan = 4;  // tiles of a super-tile
+constexpr int kMostRowSpan = 4, kMostColumnSpan = 4;  // tiles of a super-tile
 
 // ---- Variants ----------------------------------------------------------------------------------
 
@@ -45,8 +45,9 @@ struct Variant {
 // ---- Which tiles -------------------------------------------------------------------------------
 
 struct Grid {
-  int32_t row_tiles, column_tiles;    // of a batch entry
-  int32_t row_span, column_span;      // tiles of a super-tile
+  int32_t row_tiles, column_tiles;  // of a batch entry
+  int32_t row_span, column_span;    // tiles of a super-tile
+  int32_t row_span_log;
   int32_t super_rows, super_columns;  // super-tiles of a batch entry
   int32_t supers;                     // of all entries
 };
@@ -97,9 +98,7 @@ struct Cursor {
   }
   // Row of tiles fastest.
   __device__ int32_t sub_row(const Grid& grid) const { return sub & (grid.row_span - 1); }
-  __device__ int32_t sub_column(const Grid& grid) const {
-    return grid.row_span == 1 ? sub : sub >> 1;
-  }
+  __device__ int32_t sub_column(const Grid& grid) const { return sub >> grid.row_span_log; }
   // First column, and first row block, of the tile.
   __device__ int32_t column(const Grid& grid) const {
     return (column0 + sub_column(grid)) * kTileColumns;
@@ -924,6 +923,7 @@ Grid grid_of(const QuantizeTask& task, int row_span, int column_span) {
   grid.row_tiles = static_cast<int32_t>(ceil_div(task.row_blocks, kTileBlocks));
   grid.column_tiles = static_cast<int32_t>(ceil_div(task.p.k, kTileColumns));
   grid.row_span = row_span;
+  while ((1 << grid.row_span_log) < row_span) ++grid.row_span_log;
   grid.column_span = column_span;
   grid.super_rows = static_cast<int32_t>(ceil_div(grid.row_tiles, row_span));
   grid.super_columns = static_cast<int32_t>(ceil_div(grid.column_tiles, column_span));
@@ -944,12 +944,12 @@ cudaError_t launch(const QuantizeTask& q, cudaStream_t stream) {
   int processors = 0;
   cudaError_t error = multiprocessors(&processors);
   if (error != cudaSuccess) return error;
-  // The largest super-tile that leaves the work even; float32 stages leave room for half of one.
-  const int spans[][2] = {{kMostRowSpan, kMostColumnSpan}, {1, kMostColumnSpan}, {1, 2}, {1, 1}};
+  // The largest super-tile that leaves the work even; float32 stages leave room for a quarter.
+  const int spans[][2] = {{kMostRowSpan, kMostColumnSpan}, {2, 4}, {2, 2}, {1, 2}, {1, 1}};
   const int64_t slots = processors * (sizeof(X) == 2 ? 4 : 3);
   const int64_t even = busiest(grid_of(q, 1, 1), slots);
   for (const auto& span : spans) {
-    if (sizeof(X) == 4 && span[0] > 1) continue;
+    if (sizeof(X) == 4 && span[0] * span[1] > 4) continue;
     task.grid = grid_of(q, span[0], span[1]);
     if (10 * busiest(task.grid, slots) <= 11 * even) break;
   }
