@@ -1,9 +1,11 @@
-"""The native handlers: loads the extension, registers its targets, one typed wrapper for each.
+"""The native handlers: loads the extensions, registers their targets, one typed wrapper for each.
 
 The only file that spells a target. The wrappers take what the functions of `reference` of the same name take.
 """
 
+import importlib.util
 from dataclasses import replace
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,28 @@ from jax_fp4._formats import Quantization, amax_shape, codes_shape, grouped_exte
 
 for _name, _handler in _cpu.registrations().items():
     jax.ffi.register_ffi_target(_name, _handler, platform="cpu")
+
+
+def _load_cuda() -> tuple[ModuleType | None, str]:
+    """The optional second extension; without it, why: said where CUDA is asked for, since the CPU needs none of it."""
+    if importlib.util.find_spec("jax_fp4._cuda") is None:
+        return None, "this installation has no CUDA extension (JAX_FP4_CUDA=ON pip install . builds it)"
+    try:
+        return importlib.import_module("jax_fp4._cuda"), ""
+    except ImportError as error:
+        return None, f"the CUDA extension does not load: {error}"
+
+
+_cuda, cuda_missing = _load_cuda()
+if _cuda is not None:
+    for _name, _handler in _cuda.registrations().items():
+        jax.ffi.register_ffi_target(_name, _handler, platform="CUDA")
+
+
+def cuda_archs() -> str:
+    """The GPU architectures of the CUDA kernels, "" without the extension."""
+    return "" if _cuda is None else _cuda.archs()
+
 
 _COMPUTE = {"float32": 0, "bfloat16": 1, "float16": 2}
 _FOUR_OVER_SIX = {"": 0, "MAE": 1, "MSE": 2}

@@ -190,11 +190,13 @@ def _decode_grouped_blocks(q: QuantizedTensor, dtype, implementation: Implementa
 def supported(op: str, platform: str) -> Support:
     """Whether `op` has a native implementation on `platform` ("cpu", "cuda", ...); False says what runs instead."""
     check_choice("supported", "op", op, OPS, "these are the operations")
+    dot = "" if op in NATIVE else " with XLA's dot"
     if platform == "cpu":
-        return Support(True, f"native handlers, {_ffi.isa()}" + ("" if op in NATIVE else " with XLA's dot"))
-    return Support(
-        False, f"no kernel for {platform} in this version: the traceable reference runs, strict() refuses it"
-    )
+        return Support(True, f"native handlers, {_ffi.isa()}{dot}")
+    if platform == "cuda" and not _ffi.cuda_missing:
+        return Support(True, f"native kernels for {_ffi.cuda_archs()}{dot}")
+    why = _ffi.cuda_missing if platform == "cuda" else f"no kernel for {platform} in this version"
+    return Support(False, f"{why}: the traceable reference runs, strict() refuses it")
 
 
 # --- choosing and calling ---
@@ -213,6 +215,7 @@ def _implementation(op: str, implementation: Implementation, strict: bool, **sta
     in a traced program there is no call around it, only the custom call.
     """
     native, specification = (partial(function, **static) for function in _FUNCTIONS[op])
+    platforms = ("cpu",) if _ffi.cuda_missing else ("cpu", "cuda")
 
     def fallback(*arguments):
         with jax.numpy_rank_promotion("allow"):  # the specification broadcasts as NumPy does, whatever the user forbids
@@ -222,21 +225,24 @@ def _implementation(op: str, implementation: Implementation, strict: bool, **sta
         case "reference":
             compiled = jax.jit(_undifferentiable(op, fallback), inline=True)
             return lambda x, *rest: (fallback if isinstance(x, np.ndarray) else compiled)(x, *rest)
-        case "cuda":
+        case "cuda" if _ffi.cuda_missing:
             raise UnsupportedError(
-                message(op, "implementation", "'cuda'", "a CUDA build", "this version has CPU handlers only", "None")
+                message(op, "implementation", "'cuda'", "the CUDA extension", _ffi.cuda_missing, "implementation=None")
             )
-        case "cpu":
-            why = "the handler named by implementation='cpu' runs on CPU only"
-            otherwise = _ffi.refuse(native, message(op, "platform", "{platform}", "cpu", why, "implementation=None"))
+        case "cpu" | "cuda":
+            why = f"the handler named by implementation='{implementation}' runs on {implementation.upper()} only"
+            otherwise = _ffi.refuse(
+                native, message(op, "platform", "{platform}", implementation, why, "implementation=None")
+            )
+            platforms = (implementation,)
         case None if strict:
             why, fix = "no kernel exists for it and strict() forbids the reference", "implementation='reference'"
-            otherwise = _ffi.refuse(native, message(op, "platform", "{platform}", "cpu", why, fix))
+            otherwise = _ffi.refuse(native, message(op, "platform", "{platform}", " or ".join(platforms), why, fix))
         case None:
             otherwise = fallback
         case _:
             assert_never(implementation)
-    choose = partial(jax.lax.platform_dependent, cpu=native, default=otherwise)
+    choose = partial(jax.lax.platform_dependent, **dict.fromkeys(platforms, native), default=otherwise)
     return jax.jit(_undifferentiable(op, choose), inline=True)
 
 

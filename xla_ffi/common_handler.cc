@@ -1,12 +1,22 @@
 #include "common_handler.h"
 
-#include <new>
-
-#include "cpu/dispatch.h"
-#include "kernels/nvfp4.h"
-
 namespace jax_fp4 {
 namespace {
+
+constexpr int64_t kBlockElements = 16, kBlockBytes = 8;
+
+int64_t blocks_of(int64_t extent) { return (extent + kBlockElements - 1) / kBlockElements; }
+
+// Blocks of a stored row that hold m rows of x column-wise, whatever the sizes of so many groups.
+int64_t blocks_of_groups(int64_t m, int64_t groups) {
+  return (m + (kBlockElements - 1) * groups) / kBlockElements;
+}
+
+int64_t product(ffi::Span<const int64_t> extents) {
+  int64_t result = 1;
+  for (const int64_t extent : extents) result *= extent;
+  return result;
+}
 
 std::string shape_text(const int64_t* dimensions, size_t rank) {
   std::string text = "[";
@@ -48,19 +58,6 @@ void Checks::shape(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType
   require(buffer.element_type() == dtype, std::string(name) + " has another element type");
 }
 
-void Checks::not_negative(const char* name, const ffi::AnyBuffer& amax) {
-  if (!ok()) return;
-  const float* values = static_cast<const float*>(amax.untyped_data());
-  bool negative = false;
-  for (size_t i = 0; i < amax.element_count(); ++i) {
-    const uint32_t bits = Lanes<float>::bits(values[i]), magnitude = bits & kMagnitude;
-    negative |= bits != magnitude && magnitude != 0 && magnitude <= kInfBits;
-  }
-  require(!negative, std::string(name) +
-                         " has a negative element; needs values >= 0 because it is an absolute "
-                         "maximum. Try jnp.abs(amax).");
-}
-
 DType Checks::dtype(const char* name, const ffi::AnyBuffer& buffer) {
   switch (buffer.element_type()) {
     case ffi::DataType::F32:
@@ -75,71 +72,59 @@ DType Checks::dtype(const char* name, const ffi::AnyBuffer& buffer) {
   }
 }
 
-QuantizeCall quantize_call(Checks& checks, const ffi::AnyBuffer& x, const ffi::AnyBuffer& seed,
-                           const ffi::AnyBuffer& group_sizes, const QuantizeAttributes& a,
-                           ffi::Span<const int64_t>& batch) {
-  QuantizeCall call = {};
-  QuantizeProblem& p = call.entry;
-  p.x = x.untyped_data();
-  p.x_dtype = checks.dtype("x", x);
+QuantizeOperands check_operands(Checks& checks, const ffi::AnyBuffer& x, const ffi::AnyBuffer& seed,
+                                const ffi::AnyBuffer& group_sizes, const QuantizeAttributes& a) {
+  QuantizeOperands o = {};
+  o.x = x.untyped_data();
+  o.x_dtype = checks.dtype("x", x);
   const auto dimensions = x.dimensions();
   checks.require(dimensions.size() >= 2, "x has rank below 2; needs [*B, m, k]");
   checks.require(a.compute >= 0 && a.compute <= 2, "attribute compute is not 0, 1 or 2");
-  checks.require(a.tile == 1 || a.tile == kBlock, "attribute tile is not 1 or 16");
+  checks.require(a.tile == 1 || a.tile == kBlockElements, "attribute tile is not 1 or 16");
   checks.require(a.four_over_six >= 0 && a.four_over_six <= 2,
                  "attribute four_over_six is not 0, 1 or 2");
   checks.require(a.bound == 256 || a.bound == 448, "attribute bound is not 256 or 448");
-  if (!checks.ok()) return call;
-  batch = dimensions.first(dimensions.size() - 2);
-  call.batch = 1;
-  for (const int64_t extent : batch) call.batch *= extent;
-  p.m = dimensions[dimensions.size() - 2];
-  p.k = dimensions[dimensions.size() - 1];
-  p.m_total = a.m_total < 0 ? p.m : a.m_total;
-  p.k_total = a.k_total < 0 ? p.k : a.k_total;
-  p.compute = static_cast<DType>(a.compute);
-  p.tile = a.tile;
-  p.row_scaled = a.row_scaled;
+  if (!checks.ok()) return o;
+  o.batch_shape = dimensions.first(dimensions.size() - 2);
+  o.batch = product(o.batch_shape);
+  o.m = dimensions[dimensions.size() - 2];
+  o.k = dimensions[dimensions.size() - 1];
+  o.m_total = a.m_total < 0 ? o.m : a.m_total;
+  o.k_total = a.k_total < 0 ? o.k : a.k_total;
+  o.compute = static_cast<DType>(a.compute);
 
   const bool stochastic = last_extent(seed) != 0;
-  checks.shape("seed", seed, ffi::DataType::U32, batch, {stochastic ? 4 : 0});
-  call.seed = stochastic ? static_cast<const uint32_t*>(seed.untyped_data()) : nullptr;
+  checks.shape("seed", seed, ffi::DataType::U32, o.batch_shape, {stochastic ? 4 : 0});
+  o.seed = stochastic ? static_cast<const uint32_t*>(seed.untyped_data()) : nullptr;
 
-  call.grouped = a.grouped;
-  call.groups = a.grouped ? last_extent(group_sizes) : 1;
-  checks.shape("group_sizes", group_sizes, ffi::DataType::S32, batch,
-               {a.grouped ? call.groups : 0});
-  call.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
+  o.groups = a.grouped ? last_extent(group_sizes) : 1;
+  checks.shape("group_sizes", group_sizes, ffi::DataType::S32, o.batch_shape,
+               {a.grouped ? o.groups : 0});
+  o.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());
   refuse_exclusions(checks, a, stochastic);
-  return call;
+  return o;
 }
 
-void add_stored_form(Checks& checks, QuantizeCall& call, const QuantizeAttributes& a,
-                     ffi::Span<const int64_t> batch, bool along_k, const char* suffix,
-                     const ffi::AnyBuffer& given, ffi::AnyBuffer codes, ffi::AnyBuffer block_scale,
-                     ffi::AnyBuffer amax) {
-  const QuantizeProblem& p = call.entry;
-  const int64_t rows = along_k ? p.m : p.k;
-  const int64_t blocks = along_k     ? ceil_div(p.k, kBlock)
-                         : a.grouped ? grouped_blocks(p.m, call.groups)
-                                     : ceil_div(p.m, kBlock);
+FormBuffers check_form(Checks& checks, const QuantizeOperands& o, const QuantizeAttributes& a,
+                       bool along_k, const char* suffix, const ffi::AnyBuffer& given,
+                       ffi::AnyBuffer codes, ffi::AnyBuffer block_scale, ffi::AnyBuffer amax) {
+  FormBuffers form = {};
+  form.rows = along_k ? o.m : o.k;
+  form.blocks = along_k     ? blocks_of(o.k)
+                : a.grouped ? blocks_of_groups(o.m, o.groups)
+                            : blocks_of(o.m);
   const auto named = [suffix](const char* name) { return std::string(name) + suffix; };
   std::vector<int64_t> amax_tail;  // one value a matrix, or one a stored row of it
-  if (a.grouped && !(a.row_scaled && along_k)) amax_tail.push_back(call.groups);
-  if (a.row_scaled) amax_tail.push_back(rows);
-  checks.shape(named("amax").c_str(), given, ffi::DataType::F32, batch,
+  if (a.grouped && !(a.row_scaled && along_k)) amax_tail.push_back(o.groups);
+  if (a.row_scaled) amax_tail.push_back(form.rows);
+  checks.shape(named("amax").c_str(), given, ffi::DataType::F32, o.batch_shape,
                a.given_amax ? amax_tail : std::vector<int64_t>{0});
-  if (a.given_amax) checks.not_negative(named("amax").c_str(), given);
-  checks.shape(named("codes").c_str(), codes, ffi::DataType::U8, batch,
-               {rows, blocks * kBlockCodeBytes});
-  checks.shape(named("block_scale").c_str(), block_scale, ffi::DataType::F8E4M3FN, batch,
-               {rows, blocks});
-  checks.shape(named("result amax").c_str(), amax, ffi::DataType::F32, batch, amax_tail);
+  checks.shape(named("codes").c_str(), codes, ffi::DataType::U8, o.batch_shape,
+               {form.rows, form.blocks * kBlockBytes});
+  checks.shape(named("block_scale").c_str(), block_scale, ffi::DataType::F8E4M3FN, o.batch_shape,
+               {form.rows, form.blocks});
+  checks.shape(named("result amax").c_str(), amax, ffi::DataType::F32, o.batch_shape, amax_tail);
 
-  StoredForm& form = along_k ? call.entry.row : call.entry.column;
-  form.wanted = true;
-  form.rows = rows;
-  form.blocks = blocks;
   form.hadamard = a.hadamard && !along_k;
   // The column-wise copy of a row-scaled tensor is made without four-over-six (numerics.md 1.4).
   const bool plain = a.row_scaled && !along_k;
@@ -148,20 +133,39 @@ void add_stored_form(Checks& checks, QuantizeCall& call, const QuantizeAttribute
   form.codes = static_cast<uint8_t*>(codes.untyped_data());
   form.block_scale = static_cast<uint8_t*>(block_scale.untyped_data());
   form.amax = static_cast<float*>(amax.untyped_data());
-  if (a.given_amax)
-    (along_k ? call.given_row_amax : call.given_column_amax) =
-        static_cast<const float*>(given.untyped_data());
+  form.given_amax = a.given_amax ? static_cast<const float*>(given.untyped_data()) : nullptr;
+  return form;
 }
 
-ffi::Error run_quantize(const char* op, ffi::ThreadPool pool, const QuantizeCall& call) {
-  try {
-    PoolExecutor<ffi::ThreadPool> executor(pool);
-    quantize(kernels(), executor, call);
-    return ffi::Error::Success();
-  } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      std::string(op) + ": no memory for the table of groups");
-  }
+DequantizeOperands check_dequantize(Checks& checks, const ffi::AnyBuffer& codes,
+                                    const ffi::AnyBuffer& block_scale, const ffi::AnyBuffer& amax,
+                                    ffi::AnyBuffer out, int32_t bound, bool row_scaled,
+                                    bool product_form) {
+  DequantizeOperands o = {};
+  o.out_dtype = checks.dtype("out", out);
+  const auto stored = block_scale.dimensions(), values = out.dimensions();
+  checks.require(stored.size() >= 2, "block_scale has rank below 2; needs [*B, r, blocks]");
+  checks.require(values.size() >= 2, "out has rank below 2; needs [*B, r, extent]");
+  checks.require(bound == 256 || bound == 448, "attribute bound is not 256 or 448");
+  if (!checks.ok()) return o;
+  const auto batch = stored.first(stored.size() - 2);
+  o.batch = product(batch);
+  o.rows = stored[stored.size() - 2];
+  o.blocks = stored[stored.size() - 1];
+  o.extent = values[values.size() - 1];
+  checks.shape("block_scale", block_scale, ffi::DataType::F8E4M3FN, batch, {o.rows, o.blocks});
+  checks.shape("codes", codes, ffi::DataType::U8, batch, {o.rows, o.blocks * kBlockBytes});
+  checks.shape("out", out, out.element_type(), batch, {o.rows, o.extent});
+  checks.require(o.extent <= o.blocks * kBlockElements, "out is wider than the codes");
+  std::vector<int64_t> amax_tail;
+  if (product_form) amax_tail.push_back(0);
+  if (!product_form && row_scaled) amax_tail.push_back(o.rows);
+  checks.shape("amax", amax, ffi::DataType::F32, batch, amax_tail);
+  o.codes = static_cast<const uint8_t*>(codes.untyped_data());
+  o.block_scale = static_cast<const uint8_t*>(block_scale.untyped_data());
+  o.amax = product_form ? nullptr : static_cast<const float*>(amax.untyped_data());
+  o.out = out.untyped_data();
+  return o;
 }
 
 }  // namespace jax_fp4

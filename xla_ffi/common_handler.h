@@ -1,5 +1,6 @@
-// What the handlers share: checks that guard memory, and the translation of attributes. A handler
-// reads and writes only what a check has measured, so a wrong call is an error and never a crash.
+// What the handlers of all platforms share: checks that guard memory, and what the operands of a
+// quantize call say once they are checked. A handler reads and writes only what a check has
+// measured, so a wrong call is an error and never a crash.
 #ifndef JAX_FP4_XLA_FFI_COMMON_HANDLER_H_
 #define JAX_FP4_XLA_FFI_COMMON_HANDLER_H_
 
@@ -7,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/quantize.h"
+#include "kernels/types.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fp4 {
@@ -28,10 +29,6 @@ class Checks {
   // `buffer` must be `dtype` [*batch, *tail], where the leading dimensions of `batch` count.
   void shape(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
              ffi::Span<const int64_t> batch, const std::vector<int64_t>& tail);
-
-  // No element of a given amax may be below zero. -0.0 and every NaN may come, and bits decide: a
-  // thread of XLA takes denormals for zeros.
-  void not_negative(const char* name, const ffi::AnyBuffer& amax);
 
   // The dtype of values, or a complaint.
   DType dtype(const char* name, const ffi::AnyBuffer& buffer);
@@ -60,21 +57,52 @@ struct AxisQuantizeAttributes : QuantizeAttributes {
   int32_t axis;
 };
 
-// x [*B, m, k], seed [*B, 4] or [*B, 0] and group_sizes [*B, g] (not grouped: [*B, 0]) with their
-// attributes; complains about what no kernel defines. `batch` receives B. The stored forms are left
-// unwanted.
-QuantizeCall quantize_call(Checks& checks, const ffi::AnyBuffer& x, const ffi::AnyBuffer& seed,
-                           const ffi::AnyBuffer& group_sizes, const QuantizeAttributes& attributes,
-                           ffi::Span<const int64_t>& batch);
+// x [*B, m, k], seed [*B, 4] or [*B, 0] and group_sizes [*B, g] (not grouped: [*B, 0]).
+struct QuantizeOperands {
+  ffi::Span<const int64_t> batch_shape;
+  int64_t batch, m, k, m_total, k_total;
+  const void* x;
+  DType x_dtype, compute;
+  const uint32_t* seed;  // null = nearest rounding
+  int64_t groups;        // 1 if not grouped
+  const int32_t* group_sizes;
+};
 
-// Adds one stored form to the call, its amax operand checked.
-void add_stored_form(Checks& checks, QuantizeCall& call, const QuantizeAttributes& attributes,
-                     ffi::Span<const int64_t> batch, bool along_k, const char* suffix,
-                     const ffi::AnyBuffer& given, ffi::AnyBuffer codes, ffi::AnyBuffer block_scale,
-                     ffi::AnyBuffer amax);
+// Complains about what no kernel defines.
+QuantizeOperands check_operands(Checks& checks, const ffi::AnyBuffer& x, const ffi::AnyBuffer& seed,
+                                const ffi::AnyBuffer& group_sizes, const QuantizeAttributes& a);
 
-// quantize() for a handler, which no exception may leave: memory for the groups may run out.
-ffi::Error run_quantize(const char* op, ffi::ThreadPool pool, const QuantizeCall& call);
+// The results of one stored form, and its amax operand.
+struct FormBuffers {
+  int64_t rows, blocks;
+  bool hadamard;
+  ErrorNorm four_over_six;
+  int32_t bound;
+  uint8_t* codes;
+  uint8_t* block_scale;
+  float* amax;
+  const float* given_amax;  // null = computed from x
+};
+
+FormBuffers check_form(Checks& checks, const QuantizeOperands& operands,
+                       const QuantizeAttributes& a, bool along_k, const char* suffix,
+                       const ffi::AnyBuffer& given, ffi::AnyBuffer codes,
+                       ffi::AnyBuffer block_scale, ffi::AnyBuffer amax);
+
+// The operands of dequantize.
+struct DequantizeOperands {
+  int64_t batch, rows, blocks, extent;
+  DType out_dtype;
+  const uint8_t* codes;
+  const uint8_t* block_scale;
+  const float* amax;  // null = product form
+  void* out;
+};
+
+DequantizeOperands check_dequantize(Checks& checks, const ffi::AnyBuffer& codes,
+                                    const ffi::AnyBuffer& block_scale, const ffi::AnyBuffer& amax,
+                                    ffi::AnyBuffer out, int32_t bound, bool row_scaled,
+                                    bool product_form);
 
 }  // namespace jax_fp4
 

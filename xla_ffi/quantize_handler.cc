@@ -1,4 +1,4 @@
-#include "common_handler.h"
+#include "cpu_handler.h"
 
 namespace jax_fp4 {
 namespace {
@@ -13,11 +13,14 @@ ffi::Error quantize_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   Checks checks(kOp);
   checks.require(attributes.axis == -1 || attributes.axis == 0, "attribute axis is not -1 or 0");
   checks.require(!(attributes.hadamard && attributes.axis == -1), "hadamard needs axis 0");
-  ffi::Span<const int64_t> batch;
-  QuantizeCall call = quantize_call(checks, x, seed, group_sizes, attributes, batch);
+  const QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
   if (!checks.ok()) return checks.error();
-  add_stored_form(checks, call, attributes, batch, attributes.axis == -1, "", amax, *codes,
-                  *block_scale, *amax_out);
+  const bool along_k = attributes.axis == -1;
+  QuantizeCall call = cpu_call(operands, attributes);
+  add_form(
+      checks, call,
+      check_form(checks, operands, attributes, along_k, "", amax, *codes, *block_scale, *amax_out),
+      along_k, "");
   return checks.ok() ? run_quantize(kOp, pool, call) : checks.error();
 }
 

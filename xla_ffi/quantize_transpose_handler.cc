@@ -1,4 +1,4 @@
-#include "common_handler.h"
+#include "cpu_handler.h"
 
 namespace jax_fp4 {
 namespace {
@@ -12,12 +12,17 @@ ffi::Error quantize_transpose_impl(
     ffi::Result<ffi::AnyBuffer> codes_t, ffi::Result<ffi::AnyBuffer> block_scale_t,
     ffi::Result<ffi::AnyBuffer> amax_t_out, const QuantizeAttributes& attributes) {
   Checks checks(kOp);
-  ffi::Span<const int64_t> batch;
-  QuantizeCall call = quantize_call(checks, x, seed, group_sizes, attributes, batch);
+  const QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
   if (!checks.ok()) return checks.error();
-  add_stored_form(checks, call, attributes, batch, true, "", amax, *codes, *block_scale, *amax_out);
-  add_stored_form(checks, call, attributes, batch, false, "_t", amax_t, *codes_t, *block_scale_t,
-                  *amax_t_out);
+  QuantizeCall call = cpu_call(operands, attributes);
+  add_form(
+      checks, call,
+      check_form(checks, operands, attributes, true, "", amax, *codes, *block_scale, *amax_out),
+      true, "");
+  add_form(checks, call,
+           check_form(checks, operands, attributes, false, "_t", amax_t, *codes_t, *block_scale_t,
+                      *amax_t_out),
+           false, "_t");
   return checks.ok() ? run_quantize(kOp, pool, call) : checks.error();
 }
 

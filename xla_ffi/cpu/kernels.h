@@ -6,10 +6,9 @@
 
 #include <stdint.h>
 
-namespace jax_fp4 {
+#include "../kernels/types.h"
 
-enum class ErrorNorm : int32_t;
-enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+namespace jax_fp4 {
 
 // One stored form of x. codes [rows, blocks * 8], block_scale [rows, blocks], of which a group's
 // column-wise form begins at a block of its own and fills as many as it has. All may be zero in a

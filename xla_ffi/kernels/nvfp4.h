@@ -20,12 +20,20 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "types.h"
+
 #if defined(__CUDACC__)
 #define JAX_FP4_MEMBER __host__ __device__ __forceinline__ static
 #define JAX_FP4_FN __host__ __device__ __forceinline__ static
+#if defined(__CUDA_ARCH__)
+#define JAX_FP4_UNROLL _Pragma("unroll")  // arrays stay in registers
+#else
+#define JAX_FP4_UNROLL
+#endif
 #else
 #define JAX_FP4_MEMBER [[gnu::always_inline]] inline static
 #define JAX_FP4_FN [[gnu::always_inline]] inline static
+#define JAX_FP4_UNROLL
 #endif
 
 namespace jax_fp4 {
@@ -43,8 +51,6 @@ constexpr uint32_t kNanScale = 0x7Fu;
 constexpr uint32_t kHadamardSigns = 0xD7E8u;  // bit i: element i is negated first
 
 JAX_FP4_FN int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-enum class ErrorNorm : int32_t { kNone = 0, kMae = 1, kMse = 2 };
 
 // What a lane type must offer. Bit patterns compared by lesser and greater are below 2^31.
 template <class F>
@@ -271,20 +277,29 @@ JAX_FP4_FN F four_over_six_error(F a, F multiplier, F scale, F amax, F six_bound
 
 // ---- Random bytes ------------------------------------------------------------------------------
 
+template <class F>
+JAX_FP4_FN void philox_round(Bits<F> counter[4], uint32_t key0, uint32_t key1) {
+  using L = Lanes<F>;
+  Bits<F> high0, high1;
+  const Bits<F> low0 = L::multiply(counter[0], 0xD2511F53u, &high0);
+  const Bits<F> low1 = L::multiply(counter[2], 0xCD9E8D57u, &high1);
+  counter[0] = high1 ^ counter[1] ^ key0;
+  counter[2] = high0 ^ counter[3] ^ key1;
+  counter[1] = low1;
+  counter[3] = low0;
+}
+
+constexpr int kPhiloxRounds = 10;
+constexpr uint32_t kPhiloxKeyStep0 = 0x9E3779B9u, kPhiloxKeyStep1 = 0xBB67AE85u;
+
 // Philox4x32-10. `counter` becomes the four output words.
 template <class F>
 JAX_FP4_FN void philox(Bits<F> counter[4], uint32_t key0, uint32_t key1) {
-  using L = Lanes<F>;
-  for (int round = 0; round < 10; ++round) {
-    Bits<F> high0, high1;
-    const Bits<F> low0 = L::multiply(counter[0], 0xD2511F53u, &high0);
-    const Bits<F> low1 = L::multiply(counter[2], 0xCD9E8D57u, &high1);
-    counter[0] = high1 ^ counter[1] ^ key0;
-    counter[2] = high0 ^ counter[3] ^ key1;
-    counter[1] = low1;
-    counter[3] = low0;
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+  JAX_FP4_UNROLL
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    philox_round<F>(counter, key0, key1);
+    key0 += kPhiloxKeyStep0;
+    key1 += kPhiloxKeyStep1;
   }
 }
 
@@ -300,20 +315,31 @@ JAX_FP4_FN F round_to_bfloat16(F value) {
   return L::from_bits(nan ? L::splat_bits(kNanBits) : rounded);
 }
 
-// Sixteen bfloat16 values become H16 of the signed values / 4, rounded to bfloat16.
+// Sixteen bfloat16 values become H16 of the signed values / 4.
 template <class F>
-JAX_FP4_FN void hadamard16(F v[kBlock]) {
+JAX_FP4_FN void hadamard16_unrounded(F v[kBlock]) {
   using L = Lanes<F>;
+  JAX_FP4_UNROLL
   for (int i = 0; i < kBlock; ++i)
     if ((kHadamardSigns >> i) & 1u) v[i] = L::from_bits(L::bits(v[i]) ^ ~kMagnitude);
-  for (int stride = 1; stride < kBlock; stride *= 2)
-    for (int i = 0; i < kBlock; ++i)
-      if ((i & stride) == 0) {
-        const F a = v[i], b = v[i + stride];
-        v[i] = a + b;
-        v[i + stride] = a - b;
-      }
-  for (int i = 0; i < kBlock; ++i) v[i] = round_to_bfloat16(v[i] * 0.25f);
+  JAX_FP4_UNROLL
+  for (int stride = 1; stride < kBlock; stride *= 2) JAX_FP4_UNROLL
+  for (int i = 0; i < kBlock; ++i)
+    if ((i & stride) == 0) {
+      const F a = v[i], b = v[i + stride];
+      v[i] = a + b;
+      v[i + stride] = a - b;
+    }
+  JAX_FP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) v[i] = v[i] * 0.25f;
+}
+
+// The same, rounded to bfloat16.
+template <class F>
+JAX_FP4_FN void hadamard16(F v[kBlock]) {
+  hadamard16_unrounded(v);
+  JAX_FP4_UNROLL
+  for (int i = 0; i < kBlock; ++i) v[i] = round_to_bfloat16(v[i]);
 }
 
 }  // namespace jax_fp4

@@ -1,0 +1,385 @@
+// Fuzz test of the device kernels against the CPU kernels, bit for bit: no XLA, no Python.
+// fuzz_cuda [cases] [seed].
+//
+// Cases are those of cases.h. Outputs and scratch are poisoned with 0x7F, and stand between guards
+// that must survive. Two cases run at once on two streams; then each is captured in a CUDA graph
+// and replayed on other data: another x, other amaxes, other group sizes.
+#include <cuda_runtime_api.h>
+
+#include "../../xla_ffi/kernels/dequantize.h"
+#include "../../xla_ffi/kernels/quantize_transpose.h"
+#include "cases.h"
+
+namespace {
+
+using namespace jax_fp4;  // the test of a namespace, in one file
+
+constexpr int kPoison = 0x7F;
+constexpr size_t kGuard = 256;
+
+void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::printf("FAILED: %s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+
+void print(const Case& c) {
+  const QuantizeProblem& p = c.call.entry;
+  std::printf(
+      "x %d compute %d batch %lld m %lld k %lld tile %d row_scaled %d random %d grouped %d "
+      "groups %lld given %d row %d column %d hadamard %d norm %d bound %d\n",
+      static_cast<int>(p.x_dtype), static_cast<int>(p.compute),
+      static_cast<long long>(c.call.batch), static_cast<long long>(p.m),
+      static_cast<long long>(p.k), p.tile, p.row_scaled, !c.seed.empty(), c.call.grouped,
+      static_cast<long long>(c.call.groups), c.given, p.row.wanted, p.column.wanted,
+      p.column.hadamard, static_cast<int>(p.row.four_over_six), p.row.bound);
+  for (int32_t size : c.group_sizes) std::printf("%d ", size);
+}
+
+void check_launch(cudaError_t error, const Case& c) {
+  if (error != cudaSuccess) print(c);
+  check_cuda(error, "launch");
+}
+
+// Device memory between two guards.
+class Buffer {
+ public:
+  explicit Buffer(size_t size) : size_(size) {
+    check_cuda(cudaMalloc(reinterpret_cast<void**>(&base_), size + 2 * kGuard), "cudaMalloc");
+    poison();
+  }
+  ~Buffer() { cudaFree(base_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  template <class T>
+  T* as() const {
+    return reinterpret_cast<T*>(base_ + kGuard);
+  }
+  void poison() { check_cuda(cudaMemset(base_, kPoison, size_ + 2 * kGuard), "cudaMemset"); }
+  void put(const void* from) {
+    if (size_ > 0)
+      check_cuda(cudaMemcpy(as<void>(), from, size_, cudaMemcpyHostToDevice), "to the device");
+  }
+  Bytes get() const {
+    Bytes all(size_ + 2 * kGuard);
+    check_cuda(cudaMemcpy(all.data(), base_, all.size(), cudaMemcpyDeviceToHost), "to the host");
+    for (size_t i = 0; i < kGuard; ++i)
+      check(all[i] == kPoison && all[kGuard + size_ + i] == kPoison, "a guard is overwritten");
+    return Bytes(all.begin() + kGuard, all.end() - kGuard);
+  }
+
+ private:
+  size_t size_;
+  uint8_t* base_ = nullptr;
+};
+
+// The buffers of one stored form.
+struct DeviceForm {
+  Buffer codes, block_scale, amax, given;
+
+  DeviceForm(size_t blocks, size_t amaxes)
+      : codes(blocks * kBlockCodeBytes), block_scale(blocks), amax(4 * amaxes), given(4 * amaxes) {}
+  void poison() {
+    codes.poison();
+    block_scale.poison();
+    amax.poison();
+  }
+};
+
+size_t blocks_of(const QuantizeCall& call, const StoredForm& form) {
+  return form.wanted ? static_cast<size_t>(call.batch * form.rows * form.blocks) : 0;
+}
+
+size_t amaxes_of(const QuantizeCall& call, bool row_wise) {
+  const bool wanted = (row_wise ? call.entry.row : call.entry.column).wanted;
+  return wanted ? static_cast<size_t>(amax_count(call, row_wise)) : 0;
+}
+
+// What is asked of the device beyond the call of the CPU.
+enum class Values { kNone, kBeside, kAlone };
+
+cuda::QuantizeProblem shape_of(const Case& c, Values values) {
+  const QuantizeCall& call = c.call;
+  const QuantizeProblem& p = call.entry;
+  const auto form = [](const StoredForm& f) {
+    cuda::StoredForm out = {};
+    out.wanted = f.wanted;
+    out.hadamard = f.hadamard;
+    out.four_over_six = f.four_over_six;
+    out.bound = f.bound;
+    out.blocks = f.blocks;
+    return out;
+  };
+  cuda::QuantizeProblem d = {};
+  d.x_dtype = p.x_dtype;
+  d.compute = p.compute;
+  d.batch = call.batch;
+  d.m = p.m;
+  d.k = p.k;
+  d.tile = p.tile;
+  d.row_scaled = p.row_scaled;
+  d.m_total = p.m_total;
+  d.k_total = p.k_total;
+  d.grouped = call.grouped;
+  d.groups = call.groups;
+  d.row = form(p.row);
+  d.column = form(p.column);
+  // A place to point to until the buffers exist.
+  static uint16_t present;
+  d.values = values == Values::kNone ? nullptr : &present;
+  return d;
+}
+
+// One call with all its device memory.
+class DeviceCall {
+ public:
+  DeviceCall(const Case& c, Values values)
+      : values_(values),
+        problem_(shape_of(c, values)),
+        x_(c.x.size()),
+        seed_(4 * c.seed.size()),
+        sizes_(4 * c.group_sizes.size()),
+        row_(blocks_of(c.call, c.call.entry.row), amaxes_of(c.call, true)),
+        column_(blocks_of(c.call, c.call.entry.column), amaxes_of(c.call, false)),
+        product_(values == Values::kNone
+                     ? 0
+                     : static_cast<size_t>(2 * problem_.batch * problem_.m * problem_.k)),
+        scratch_(static_cast<size_t>(cuda::scratch_bytes(problem_))) {
+    problem_.x = x_.as<void>();
+    problem_.seed = c.seed.empty() ? nullptr : seed_.as<uint32_t>();
+    problem_.group_sizes = sizes_.as<int32_t>();
+    attach(problem_.row, row_, c.given);
+    attach(problem_.column, column_, c.given);
+    if (values == Values::kAlone) problem_.row.codes = problem_.row.block_scale = nullptr;
+    if (values != Values::kNone) problem_.values = product_.as<uint16_t>();
+  }
+
+  // Data of a case with the same shapes.
+  void put(const Case& c) {
+    x_.put(c.x.data());
+    seed_.put(c.seed.data());
+    sizes_.put(c.group_sizes.data());
+    if (c.call.entry.row.wanted) row_.given.put(c.row_amax.data());
+    if (c.call.entry.column.wanted) column_.given.put(c.column_amax.data());
+    row_.poison();
+    column_.poison();
+    product_.poison();
+    scratch_.poison();
+  }
+
+  cudaError_t launch(cudaStream_t stream) const {
+    return cuda::launch_quantize_transpose(problem_, scratch_.as<void>(), stream);
+  }
+
+  void compare(const Case& c) const {
+    const Result expected = run(c, kernels(), 0x55, 2, false);
+    scratch_.get();
+    const QuantizeProblem& p = c.call.entry;
+    if (p.row.wanted) {
+      equal(c, row_.amax, bytes_of(expected.row.amax), "row-wise amax");
+      if (values_ == Values::kAlone) {
+        const Bytes codes = row_.codes.get();
+        check(std::count(codes.begin(), codes.end(), kPoison) == static_cast<int64_t>(codes.size()),
+              "codes that nobody asked for");
+      } else {
+        equal(c, row_.block_scale, expected.row.block_scale, "row-wise scales");
+        equal(c, row_.codes, expected.row.codes, "row-wise codes");
+      }
+      if (values_ != Values::kNone) equal(c, product_, product(c, expected.row), "values");
+    }
+    if (p.column.wanted) {
+      equal(c, column_.amax, bytes_of(expected.column.amax), "column-wise amax");
+      equal(c, column_.block_scale, expected.column.block_scale, "column-wise scales");
+      equal(c, column_.codes, expected.column.codes, "column-wise codes");
+    }
+  }
+
+ private:
+  static void attach(cuda::StoredForm& form, const DeviceForm& buffers, bool given) {
+    form.codes = buffers.codes.as<uint8_t>();
+    form.block_scale = buffers.block_scale.as<uint8_t>();
+    form.amax = buffers.amax.as<float>();
+    form.given_amax = given ? buffers.given.as<float>() : nullptr;
+  }
+
+  static Bytes bytes_of(const std::vector<float>& values) {
+    Bytes bytes(4 * values.size());
+    if (!bytes.empty()) std::memcpy(bytes.data(), values.data(), bytes.size());
+    return bytes;
+  }
+
+  static Bytes product(const Case& c, const Form& row) {
+    const QuantizeProblem& p = c.call.entry;
+    Bytes out(static_cast<size_t>(2 * c.call.batch * p.m * p.k));
+    DequantizeProblem d = {};
+    d.codes = row.codes.data();
+    d.block_scale = row.block_scale.data();
+    d.bound = 448;
+    d.batch = c.call.batch;
+    d.rows = p.m;
+    d.blocks = p.row.blocks;
+    d.extent = p.k;
+    d.out = out.data();
+    d.out_dtype = DType::kBF16;
+    TestPool pool(1, false);
+    PoolExecutor<TestPool> executor(pool);
+    dequantize(kernels(), executor, d);
+    return out;
+  }
+
+  static void equal(const Case& c, const Buffer& buffer, const Bytes& expected, const char* what) {
+    const Bytes got = buffer.get();
+    if (got == expected) return;
+    const auto first = std::mismatch(got.begin(), got.end(), expected.begin());
+    size_t wrong = 0;
+    for (size_t i = 0; i < got.size(); ++i) wrong += got[i] != expected[i];
+    std::printf("FAILED: %s differ in %zu of %zu bytes, first at %lld: %02x, not %02x\n", what,
+                wrong, got.size(), static_cast<long long>(first.first - got.begin()), *first.first,
+                *first.second);
+    print(c);
+    std::exit(1);
+  }
+
+  Values values_;
+  cuda::QuantizeProblem problem_;
+  Buffer x_, seed_, sizes_;
+  DeviceForm row_, column_;
+  Buffer product_, scratch_;
+};
+
+// The same shapes and options with other data.
+Case redrawn(const Case& c) {
+  Case other = c;
+  const QuantizeProblem& p = c.call.entry;
+  other.x = random_words(c.call.batch * p.m * p.k, p.x_dtype);
+  for (size_t i = 0; i < other.seed.size(); ++i)
+    other.seed[i] = random_seed_word(c.call, static_cast<int64_t>(i % 4));
+  other.group_sizes.clear();
+  for (int64_t i = 0; c.call.grouped && i < c.call.batch; ++i) {
+    const std::vector<int32_t> sizes = random_sizes(p.m, c.call.groups);
+    other.group_sizes.insert(other.group_sizes.end(), sizes.begin(), sizes.end());
+  }
+  other.row_amax = random_amaxes(amax_count(c.call, true));
+  other.column_amax = random_amaxes(amax_count(c.call, false));
+  return other;
+}
+
+cudaGraphExec_t capture(const DeviceCall& call, const Case& c, cudaStream_t stream) {
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "begin capture");
+  check_launch(call.launch(stream), c);
+  check_cuda(cudaStreamEndCapture(stream, &graph), "end capture");
+  check_cuda(cudaGraphInstantiate(&replay, graph, 0), "instantiate");
+  check_cuda(cudaGraphDestroy(graph), "graph");
+  return replay;
+}
+
+// ---- Dequantize ------------------------------------------------------------------------------
+
+bool is_nan(uint32_t word, DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return (word & kMagnitude) > kInfBits;
+    case DType::kBF16:
+      return (word & 0x7FFFu) > 0x7F80u;
+    case DType::kF16:
+      return (word & 0x7FFFu) > 0x7C00u;
+  }
+  return false;
+}
+
+void test_dequantize(const Case& c, const Form& form, const StoredForm& stored, int64_t extent,
+                     cudaStream_t stream) {
+  DequantizeProblem d = {};
+  d.row_scaled = c.call.entry.row_scaled;
+  d.bound = chance(0.5) ? 256 : 448;
+  d.batch = c.call.batch;
+  d.rows = stored.rows;
+  d.blocks = stored.blocks;
+  d.extent = chance(0.5) ? extent : d.blocks * kBlock;
+  d.out_dtype = static_cast<DType>(draw(0, 2));
+  d.codes = form.codes.data();
+  d.block_scale = form.block_scale.data();
+  d.amax = chance(0.3) ? nullptr : form.amax.data();
+  const size_t width = width_of(d.out_dtype);
+  Bytes expected(static_cast<size_t>(d.batch * d.rows * d.extent) * width);
+  d.out = expected.data();
+  TestPool pool(2, false);
+  PoolExecutor<TestPool> executor(pool);
+  dequantize(kernels(), executor, d);
+
+  Buffer codes(form.codes.size()), scale(form.block_scale.size()), amax(4 * form.amax.size());
+  Buffer out(expected.size());
+  codes.put(form.codes.data());
+  scale.put(form.block_scale.data());
+  amax.put(form.amax.data());
+  cuda::DequantizeProblem g = {codes.as<uint8_t>(),
+                               scale.as<uint8_t>(),
+                               d.amax == nullptr ? nullptr : amax.as<float>(),
+                               d.row_scaled,
+                               d.bound,
+                               d.batch,
+                               d.rows,
+                               d.blocks,
+                               d.extent,
+                               out.as<void>(),
+                               d.out_dtype};
+  check_launch(cuda::launch_dequantize(g, nullptr, stream), c);
+  check_cuda(cudaStreamSynchronize(stream), "dequantize");
+  const Bytes got = out.get();
+  for (size_t i = 0; i < got.size(); i += width) {
+    uint32_t a = 0, b = 0;
+    std::memcpy(&a, &got[i], width);
+    std::memcpy(&b, &expected[i], width);
+    check(a == b || (is_nan(a, d.out_dtype) && is_nan(b, d.out_dtype)), "dequantized values");
+  }
+}
+
+// ---- Cases -----------------------------------------------------------------------------------
+
+// Two cases at once, then the replays.
+void test_pair(cudaStream_t streams[2]) {
+  Case cases[2];
+  std::vector<DeviceCall*> calls;
+  for (Case& c : cases) {
+    c = random_case(chance(0.6));
+    const bool row = c.call.entry.row.wanted;
+    calls.push_back(new DeviceCall(c, row ? static_cast<Values>(draw(0, 2)) : Values::kNone));
+    calls.back()->put(c);
+  }
+  check_cuda(cudaDeviceSynchronize(), "synchronize");
+  for (int i = 0; i < 2; ++i) check_launch(calls[i]->launch(streams[i]), cases[i]);
+  check_cuda(cudaDeviceSynchronize(), "quantize");
+  for (int i = 0; i < 2; ++i) calls[i]->compare(cases[i]);
+  for (int i = 0; i < 2; ++i) {
+    const cudaGraphExec_t replay = capture(*calls[i], cases[i], streams[i]);
+    const Case other = redrawn(cases[i]);
+    calls[i]->put(other);
+    check_cuda(cudaDeviceSynchronize(), "synchronize");
+    check_cuda(cudaGraphLaunch(replay, streams[i]), "replay");
+    check_cuda(cudaDeviceSynchronize(), "replayed");
+    calls[i]->compare(other);
+    check_cuda(cudaGraphExecDestroy(replay), "graph");
+    delete calls[i];
+    if (cases[i].call.grouped) continue;
+    const Result forms = run(cases[i], kernels(), kPoison, 1, false);
+    const QuantizeProblem& p = cases[i].call.entry;
+    if (p.row.wanted) test_dequantize(cases[i], forms.row, p.row, p.k, streams[i]);
+    if (p.column.wanted) test_dequantize(cases[i], forms.column, p.column, p.m, streams[i]);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int pairs = argc > 1 ? std::atoi(argv[1]) / 2 : 200;
+  random_engine.seed(argc > 2 ? static_cast<uint64_t>(std::atoll(argv[2])) : 1);
+  cudaStream_t streams[2];
+  for (cudaStream_t& stream : streams)
+    check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  for (int i = 0; i < pairs; ++i) test_pair(streams);
+  std::printf("fuzz_cuda: %d cases, and their replays, are equal bit for bit\n", 2 * pairs);
+  return 0;
+}

@@ -1,0 +1,211 @@
+// The handlers of the module _cuda, for platform CUDA: checks, scratch from XLA's allocator,
+// launch. Nothing is synchronised and no device memory is read, so each may be captured in a CUDA
+// graph. A negative given amax is therefore not refused here: its block scales are clamped like any
+// other.
+#include <cuda_runtime_api.h>
+
+#include "common_handler.h"
+#include "kernels/dequantize.h"
+#include "kernels/quantize_transpose.h"
+
+namespace jax_fp4 {
+namespace {
+
+// Makes the device of the call current while it lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int32_t ordinal) {
+    status_ = cudaGetDevice(&before_);
+    if (status_ == cudaSuccess && before_ != ordinal) {
+      status_ = cudaSetDevice(ordinal);
+      changed_ = status_ == cudaSuccess;
+    }
+  }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+  cudaError_t status() const { return status_; }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+  cudaError_t status_;
+};
+
+ffi::Error failed(const char* op, const char* what) {
+  return ffi::Error(ffi::ErrorCode::kInternal, std::string(op) + ": " + what);
+}
+
+template <class Problem>
+ffi::Error launch(const char* op, cudaError_t (*launcher)(const Problem&, void*, cudaStream_t),
+                  const Problem& problem, ffi::ScratchAllocator& allocator, int32_t ordinal,
+                  cudaStream_t stream) {
+  const OnDevice device(ordinal);
+  if (device.status() != cudaSuccess) return failed(op, cudaGetErrorString(device.status()));
+  void* scratch = nullptr;
+  if (const int64_t bytes = cuda::scratch_bytes(problem); bytes > 0) {
+    const auto allocated = allocator.Allocate(static_cast<size_t>(bytes), 16);
+    if (!allocated.has_value())
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                        std::string(op) + ": no device memory for " + std::to_string(bytes) +
+                            " bytes of scratch");
+    scratch = *allocated;
+  }
+  const cudaError_t status = launcher(problem, scratch, stream);
+  if (status == cudaErrorNoKernelImageForDevice)
+    return failed(op, "this build has no kernel for the GPU's architecture; it has " JAX_FP4_ARCHS
+                      ". Build with JAX_FP4_CUDA_ARCHS.");
+  return status == cudaSuccess ? ffi::Error::Success() : failed(op, cudaGetErrorString(status));
+}
+
+cuda::QuantizeProblem quantize_problem(const QuantizeOperands& o, const QuantizeAttributes& a) {
+  cuda::QuantizeProblem p = {};
+  p.x = o.x;
+  p.x_dtype = o.x_dtype;
+  p.compute = o.compute;
+  p.batch = o.batch;
+  p.m = o.m;
+  p.k = o.k;
+  p.tile = a.tile;
+  p.row_scaled = a.row_scaled;
+  p.seed = o.seed;
+  p.m_total = o.m_total;
+  p.k_total = o.k_total;
+  p.grouped = a.grouped;
+  p.groups = o.groups;
+  p.group_sizes = o.group_sizes;
+  return p;
+}
+
+cuda::StoredForm stored_form(const FormBuffers& from) {
+  cuda::StoredForm form = {};
+  form.wanted = true;
+  form.hadamard = from.hadamard;
+  form.four_over_six = from.four_over_six;
+  form.bound = from.bound;
+  form.blocks = from.blocks;
+  form.codes = from.codes;
+  form.block_scale = from.block_scale;
+  form.amax = from.amax;
+  form.given_amax = from.given_amax;
+  return form;
+}
+
+ffi::Error quantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch,
+                         ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::AnyBuffer seed,
+                         ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> codes,
+                         ffi::Result<ffi::AnyBuffer> block_scale,
+                         ffi::Result<ffi::AnyBuffer> amax_out,
+                         const AxisQuantizeAttributes& attributes) {
+  constexpr const char* op = "jax_fp4_quantize";
+  Checks checks(op);
+  checks.require(attributes.axis == -1 || attributes.axis == 0, "attribute axis is not -1 or 0");
+  checks.require(!(attributes.hadamard && attributes.axis == -1), "hadamard needs axis 0");
+  const QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
+  if (!checks.ok()) return checks.error();
+  const bool along_k = attributes.axis == -1;
+  cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
+  (along_k ? problem.row : problem.column) = stored_form(
+      check_form(checks, operands, attributes, along_k, "", amax, *codes, *block_scale, *amax_out));
+  if (!checks.ok()) return checks.error();
+  return launch(op, cuda::launch_quantize_transpose, problem, scratch, ordinal, stream);
+}
+
+ffi::Error quantize_transpose_impl(
+    cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch, ffi::AnyBuffer x,
+    ffi::AnyBuffer amax, ffi::AnyBuffer amax_t, ffi::AnyBuffer seed, ffi::AnyBuffer group_sizes,
+    ffi::Result<ffi::AnyBuffer> codes, ffi::Result<ffi::AnyBuffer> block_scale,
+    ffi::Result<ffi::AnyBuffer> amax_out, ffi::Result<ffi::AnyBuffer> codes_t,
+    ffi::Result<ffi::AnyBuffer> block_scale_t, ffi::Result<ffi::AnyBuffer> amax_t_out,
+    const QuantizeAttributes& attributes) {
+  constexpr const char* op = "jax_fp4_quantize_transpose";
+  Checks checks(op);
+  const QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
+  if (!checks.ok()) return checks.error();
+  cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
+  problem.row = stored_form(
+      check_form(checks, operands, attributes, true, "", amax, *codes, *block_scale, *amax_out));
+  problem.column = stored_form(check_form(checks, operands, attributes, false, "_t", amax_t,
+                                          *codes_t, *block_scale_t, *amax_t_out));
+  if (!checks.ok()) return checks.error();
+  return launch(op, cuda::launch_quantize_transpose, problem, scratch, ordinal, stream);
+}
+
+ffi::Error dequantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch,
+                           ffi::AnyBuffer codes, ffi::AnyBuffer block_scale, ffi::AnyBuffer amax,
+                           ffi::Result<ffi::AnyBuffer> out, int32_t bound, bool row_scaled,
+                           bool product_form) {
+  constexpr const char* op = "jax_fp4_dequantize";
+  Checks checks(op);
+  const DequantizeOperands o =
+      check_dequantize(checks, codes, block_scale, amax, *out, bound, row_scaled, product_form);
+  if (!checks.ok()) return checks.error();
+  cuda::DequantizeProblem problem = {};
+  problem.codes = o.codes;
+  problem.block_scale = o.block_scale;
+  problem.amax = o.amax;
+  problem.row_scaled = row_scaled;
+  problem.bound = bound;
+  problem.batch = o.batch;
+  problem.rows = o.rows;
+  problem.blocks = o.blocks;
+  problem.extent = o.extent;
+  problem.out = o.out;
+  problem.out_dtype = o.out_dtype;
+  return launch(op, cuda::launch_dequantize, problem, scratch, ordinal, stream);
+}
+
+// What every handler gets from its context.
+auto in_context() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::ScratchAllocator>();
+}
+
+}  // namespace
+}  // namespace jax_fp4
+
+using xla::ffi::AnyBuffer;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_quantize, jax_fp4::quantize_impl,
+                              jax_fp4::in_context()
+                                  .Arg<AnyBuffer>()  // x
+                                  .Arg<AnyBuffer>()  // amax
+                                  .Arg<AnyBuffer>()  // seed
+                                  .Arg<AnyBuffer>()  // group_sizes
+                                  .Ret<AnyBuffer>()  // codes
+                                  .Ret<AnyBuffer>()  // block_scale
+                                  .Ret<AnyBuffer>()  // amax
+                                  .Attrs<jax_fp4::AxisQuantizeAttributes>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_quantize_transpose, jax_fp4::quantize_transpose_impl,
+                              jax_fp4::in_context()
+                                  .Arg<AnyBuffer>()  // x
+                                  .Arg<AnyBuffer>()  // amax
+                                  .Arg<AnyBuffer>()  // amax_t
+                                  .Arg<AnyBuffer>()  // seed
+                                  .Arg<AnyBuffer>()  // group_sizes
+                                  .Ret<AnyBuffer>()  // codes
+                                  .Ret<AnyBuffer>()  // block_scale
+                                  .Ret<AnyBuffer>()  // amax
+                                  .Ret<AnyBuffer>()  // codes_t
+                                  .Ret<AnyBuffer>()  // block_scale_t
+                                  .Ret<AnyBuffer>()  // amax_t
+                                  .Attrs<jax_fp4::QuantizeAttributes>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_dequantize, jax_fp4::dequantize_impl,
+                              jax_fp4::in_context()
+                                  .Arg<AnyBuffer>()  // codes
+                                  .Arg<AnyBuffer>()  // block_scale
+                                  .Arg<AnyBuffer>()  // amax
+                                  .Ret<AnyBuffer>()  // out
+                                  .Attr<int32_t>("bound")
+                                  .Attr<bool>("row_scaled")
+                                  .Attr<bool>("product_form"),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

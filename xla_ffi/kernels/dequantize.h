@@ -1,0 +1,32 @@
+// NVFP4 codes and scales back to values on a CUDA device, equal bit for bit to the CPU kernels up
+// to the payload of a NaN (numerics.md, section 1.9). Bytes moved per element: 0.5625 read, 2 or 4
+// written. The rules for pointers, streams and capture are those of quantize_transpose.h.
+#ifndef JAX_FP4_XLA_FFI_KERNELS_DEQUANTIZE_H_
+#define JAX_FP4_XLA_FFI_KERNELS_DEQUANTIZE_H_
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+
+#include "types.h"
+
+namespace jax_fp4::cuda {
+
+// codes [batch, rows, blocks * 8], block_scale [batch, rows, blocks] -> out [batch, rows, extent].
+struct DequantizeProblem {
+  const uint8_t* codes;
+  const uint8_t* block_scale;
+  const float* amax;  // [batch] or [batch, rows]; null = code times block scale, the product form
+  bool row_scaled;
+  int32_t bound;
+  int64_t batch, rows, blocks, extent;  // extent <= blocks * 16
+  void* out;
+  DType out_dtype;
+};
+
+int64_t scratch_bytes(const DequantizeProblem& problem);  // 0
+
+cudaError_t launch_dequantize(const DequantizeProblem& problem, void* scratch, cudaStream_t stream);
+
+}  // namespace jax_fp4::cuda
+
+#endif  // JAX_FP4_XLA_FFI_KERNELS_DEQUANTIZE_H_

@@ -1,0 +1,110 @@
+// The instructions that CUDA C++ has no name for, each with what an architecture without it does.
+#ifndef JAX_FP4_XLA_FFI_KERNELS_PTX_CUH_
+#define JAX_FP4_XLA_FFI_KERNELS_PTX_CUH_
+
+#include <cuda_bf16.h>
+#include <stdint.h>
+
+#include "nvfp4.h"
+
+namespace jax_fp4::cuda {
+
+// ---- Copies to shared memory -------------------------------------------------------------------
+
+// Sixteen bytes from global to shared memory, or sixteen zeros.
+__device__ __forceinline__ void copy_async(void* shared, const void* global, bool exists) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int bytes = exists ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits for all but the newest `pending` committed groups of this thread.
+template <int pending>
+__device__ __forceinline__ void await_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// ---- Pairs of bfloat16 -------------------------------------------------------------------------
+
+__device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(uint32_t pair) {
+  return __uint_as_float(pair & 0xFFFF0000u);
+}
+
+// Nearest even; the first argument becomes the low half.
+__device__ __forceinline__ uint32_t pack_bfloat16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// The larger magnitude of each half, under an arbitrary sign; NaN wins.
+__device__ __forceinline__ uint32_t max_magnitude(uint32_t a, uint32_t b) {
+#if __CUDA_ARCH__ >= 860
+  uint32_t most;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+#else
+  return __vmaxu2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu);
+#endif
+}
+
+// Product of the halves; exact where it is used.
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 %0, %1, %2, zero; }"
+      : "=r"(product)
+      : "r"(a), "r"(b));
+  return product;
+}
+
+// Halves that are infinite become NaN; others keep their magnitude.
+__device__ __forceinline__ uint32_t nan_if_infinite(uint32_t pair) {
+  uint32_t out;
+  asm("{ .reg .b32 zero; mov.b32 zero, 0; fma.rn.bf16x2 %0, %1, zero, %1; }"
+      : "=r"(out)
+      : "r"(pair));
+  return out;
+}
+
+// ---- Floats ------------------------------------------------------------------------------------
+
+// min(|a| * b, 1) for b >= 0, one rounding; NaN becomes 0.
+__device__ __forceinline__ float saturated_product(float a, float b) {
+  float product;
+  asm("{ .reg .f32 m; abs.f32 m, %1; mul.rn.sat.f32 %0, m, %2; }" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+}
+
+// 1 / x rounded to nearest for x in [2.4e-38, 8e37] (checked for every such x); NaN for x = 0.
+__device__ __forceinline__ float reciprocal(float x) {
+  float guess;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(x));
+  const float miss = __fmaf_rn(x, guess, -1.0f);
+  return __fmaf_rn(guess, -miss, guess);
+}
+
+// ---- Pairs of E4M3 -----------------------------------------------------------------------------
+
+// Nearest-even codes of two values >= 0, 448 above the range, 0x7F for NaN; `low` in the low byte.
+__device__ __forceinline__ uint32_t encode_e4m3_pair(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  const auto code = [](float value) {
+    return value != value ? kNanScale : e4m3_encode<float>(fminf(value, kE4M3Max));
+  };
+  return code(low) | code(high) << 8;
+#endif
+}
+
+}  // namespace jax_fp4::cuda
+
+#endif  // JAX_FP4_XLA_FFI_KERNELS_PTX_CUH_

@@ -1,0 +1,202 @@
+// What the kernels of quantize_transpose.h share: the problem with its row blocks, and how one
+// element is loaded.
+//
+// A row block is a block of the column-wise form seen from x: up to 16 consecutive rows of one
+// matrix. Without groups it is arithmetic; with groups a table in scratch, made by plan_groups, so
+// that no other kernel searches. Blocks after the last group have no rows: x is zero there, and so
+// are the codes and scales that follow.
+#ifndef JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TASK_CUH_
+#define JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TASK_CUH_
+
+#include <cuda_fp16.h>
+
+#include "nvfp4.h"
+#include "ptx.cuh"
+#include "quantize_transpose.h"
+
+namespace jax_fp4::cuda {
+
+constexpr uint32_t kRowDirection = 0, kColumnDirection = 1;  // Philox counter word 2
+
+struct alignas(16) RowBlock {
+  int32_t row, rows;  // of the batch entry
+  int32_t group;
+  int32_t number;  // among the blocks of its group
+};
+
+// m and S_dec of a tensor, row or column. The scale is calm if no multiplier of a block, no eighth
+// of one and no product float(s) * S_dec comes near the denormals; otherwise m is NaN, which makes
+// every block of it 0x7F here.
+struct LineScale {
+  float per_block, decode;
+
+  __device__ static LineScale of(float amax, float bound) {
+    const TensorScale<float> scale = tensor_scale(amax, bound);
+    const bool calm = scale.amax == 0.0f || (scale.amax > 0x1p-90f && scale.amax < 0x1p100f);
+    return {calm ? scale.per_block : __uint_as_float(kNanBits), scale.decode};
+  }
+};
+
+// A row block with the scales of its group, as the tile kernel reads them.
+struct alignas(16) ScaledBlock {
+  RowBlock rows;
+  LineScale row, column;
+};
+
+struct QuantizeTask {
+  QuantizeProblem p;
+  int64_t row_blocks;    // of a batch entry
+  RowBlock* blocks;      // [batch, row_blocks] if grouped
+  ScaledBlock* scaled;   // the same, once the amaxes are known
+  int32_t* group_rows;   // [batch, groups] if grouped
+  int32_t* first_block;  // [batch, groups] if grouped
+  int32_t* first_row;    // [batch, groups + 1] if grouped: the last is where the groups end
+
+  __device__ RowBlock row_block(int64_t entry, int64_t block) const {
+    if (p.grouped) {
+      const int4 from = __ldg(reinterpret_cast<const int4*>(blocks + entry * row_blocks + block));
+      return {from.x, from.y, from.z, from.w};
+    }
+    const int64_t row = block * kBlock;
+    const int64_t rows = p.m - row < kBlock ? p.m - row : kBlock;
+    return {static_cast<int32_t>(row), static_cast<int32_t>(rows), 0, static_cast<int32_t>(block)};
+  }
+
+  // The matrix of which a row block is part, as amaxes count them.
+  __device__ int64_t matrix(int64_t entry, const RowBlock& block) const {
+    return entry * p.groups + block.group;
+  }
+};
+
+// Host: the table's pointers into scratch. With null, only the size counts.
+int64_t lay_out_scratch(QuantizeTask& task, void* scratch);
+
+// Where the blocks of one stored form of one matrix lie in the global tensor, for the random bytes.
+struct Origin {
+  uint32_t key0, key1, direction, expert;
+  uint64_t row, block, blocks;
+
+  __device__ static Origin of(const QuantizeTask& task, int64_t entry, int32_t group,
+                              uint32_t direction) {
+    const QuantizeProblem& p = task.p;
+    const uint32_t* seed = p.seed + 4 * entry;
+    const int64_t m_total = p.grouped ? task.group_rows[entry * p.groups + group] : p.m_total;
+    const uint32_t m_origin = p.grouped ? 0 : seed[2], k_origin = seed[3];
+    const bool rows = direction == kRowDirection;
+    return {seed[0],
+            seed[1],
+            direction,
+            p.grouped ? seed[2] + static_cast<uint32_t>(group) : 0,
+            rows ? m_origin : k_origin,
+            (rows ? k_origin : m_origin) / kBlock,
+            static_cast<uint64_t>(ceil_div(rows ? p.k_total : m_total, kBlock))};
+  }
+
+  // The counter of a block, of which the local row and block are given.
+  __device__ __forceinline__ void count(int64_t local_row, int64_t local_block,
+                                        uint32_t word[4]) const {
+    const uint64_t index = (row + static_cast<uint64_t>(local_row)) * blocks + block +
+                           static_cast<uint64_t>(local_block);
+    word[0] = static_cast<uint32_t>(index);
+    word[1] = static_cast<uint32_t>(index >> 32);
+    word[2] = direction;
+    word[3] = expert;
+  }
+
+  // Its sixteen bytes.
+  __device__ __forceinline__ void draw(int64_t local_row, int64_t local_block,
+                                       uint32_t word[4]) const {
+    count(local_row, local_block, word);
+    philox<float>(word, key0, key1);
+  }
+};
+
+__device__ __forceinline__ float round_to(DType compute, float value) {
+  switch (compute) {
+    case DType::kF32:
+      return value;
+    case DType::kBF16:
+      return round_to_bfloat16(value);
+    case DType::kF16:
+      return __half2float(__float2half_rn(value));
+  }
+  return value;
+}
+
+// Element `index` of x, rounded to the compute dtype.
+__device__ __forceinline__ float load_element(const QuantizeProblem& p, int64_t index) {
+  switch (p.x_dtype) {
+    case DType::kF32:
+      return round_to(p.compute, static_cast<const float*>(p.x)[index]);
+    case DType::kBF16:
+      return round_to(
+          p.compute,
+          __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(p.x)[index]) << 16));
+    case DType::kF16:
+      return round_to(p.compute, __half2float(static_cast<const __half*>(p.x)[index]));
+  }
+  return 0.0f;
+}
+
+// Values in an amax of a form, as amax_count counts them.
+__device__ __forceinline__ int64_t amaxes_of(const QuantizeProblem& p, bool row_wise) {
+  const int64_t matrices = p.batch * p.groups;
+  if (!p.row_scaled) return matrices;
+  return row_wise ? p.batch * p.m : matrices * p.k;
+}
+
+// The amax that a form is quantized with. A given one is read where it is: what is stored of it is
+// written by the same kernel.
+__device__ __forceinline__ float amax_at(const StoredForm& form, int64_t i) {
+  return form.given_amax != nullptr ? form.given_amax[i] : form.amax[i];
+}
+
+// Every thread of the grid: copies given amaxes to where they are stored.
+__device__ __forceinline__ void store_given_amaxes(const QuantizeProblem& p) {
+  const int64_t thread =
+      (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t threads = static_cast<int64_t>(gridDim.x) * gridDim.y * blockDim.x;
+  for (int row_wise = 0; row_wise < 2; ++row_wise) {
+    const StoredForm& form = row_wise ? p.row : p.column;
+    if (!form.wanted || form.given_amax == nullptr) continue;
+    const int64_t count = amaxes_of(p, row_wise);
+    for (int64_t i = thread; i < count; i += threads) {
+      const float amax = form.given_amax[i];
+      form.amax[i] = amax != amax ? __uint_as_float(kNanBits) : amax;
+    }
+  }
+}
+
+// The amax of the blocks of a stored row of a form: under row scaling the row counts.
+__device__ __forceinline__ float row_form_amax(const QuantizeTask& task, int64_t entry,
+                                               const RowBlock& block, int64_t row) {
+  return amax_at(task.p.row,
+                 task.p.row_scaled ? entry * task.p.m + row : task.matrix(entry, block));
+}
+__device__ __forceinline__ float column_form_amax(const QuantizeTask& task, int64_t entry,
+                                                  const RowBlock& block, int64_t column) {
+  const int64_t matrix = task.matrix(entry, block);
+  return amax_at(task.p.column, task.p.row_scaled ? matrix * task.p.k + column : matrix);
+}
+
+// ---- Launchers of the passes -------------------------------------------------------------------
+
+cudaError_t launch_amaxes(const QuantizeTask& task, cudaStream_t stream);
+
+// Any problem.
+cudaError_t launch_quantize_any(const QuantizeTask& task, cudaStream_t stream);
+
+// Whole rows of blocks, the row-wise form alone.
+bool quantize_rows_supports(const QuantizeProblem& p);
+cudaError_t launch_quantize_rows(const QuantizeTask& task, cudaStream_t stream);
+
+// bfloat16 values in tiles.
+bool quantize_tiles_supports(const QuantizeProblem& p);
+cudaError_t launch_quantize_tiles(const QuantizeTask& task, cudaStream_t stream);
+
+// Multiprocessors of the current device.
+cudaError_t multiprocessors(int* count);
+
+}  // namespace jax_fp4::cuda
+
+#endif  // JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TASK_CUH_

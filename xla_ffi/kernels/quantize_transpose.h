@@ -1,0 +1,80 @@
+// NVFP4 quantization on a CUDA device: x [batch, m, k] becomes its row-wise form, its column-wise
+// form, the row-wise form as exact bfloat16 values, or several of them in one pass. Equal bit for
+// bit to the CPU kernels (cpu/quantize.h); the words are numerics.md, sections 1 and 2.
+//
+// Every pointer is device memory, dense and aligned to 16 bytes. A launch only puts kernels and
+// cudaMemsetAsync on the stream of the current device: nothing is allocated, no value is read by
+// the host, so it can be captured in a CUDA graph and replayed with other data. Every byte of the
+// outputs that are asked for is written; the scratch needs no initial value.
+//
+// Bytes moved per element of x (width w): w if amaxes are computed, w for the codes, 0.5625 a form
+// and 2 for the values.
+#ifndef JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TRANSPOSE_H_
+#define JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TRANSPOSE_H_
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+
+#include "types.h"
+
+namespace jax_fp4::cuda {
+
+// One stored form. Row-wise: codes [batch, m, blocks * 8], block_scale [batch, m, blocks], blocks =
+// ceil(k / 16). Column-wise: m and k change places; grouped, blocks = grouped_blocks(m, groups).
+struct StoredForm {
+  bool wanted;
+  bool hadamard;            // column-wise only; not with tile 16 under four_over_six
+  ErrorNorm four_over_six;  // neither with hadamard nor with a seed
+  int32_t bound;            // E4M3 bound of the tensor scale: 448, or 256 with four_over_six
+  int64_t blocks;           // of a stored row
+  uint8_t* codes;           // may be null, with block_scale, in a row-wise form made for `values`
+  uint8_t* block_scale;
+  float* amax;              // amax_count values; always written if the form is wanted
+  const float* given_amax;  // as many, not negative (unchecked); null = computed from x
+};
+
+struct QuantizeProblem {
+  const void* x;
+  DType x_dtype;
+  DType compute;  // x is rounded to it first
+  int64_t batch, m, k;
+  int32_t tile;  // rows that share a scale: 1 or 16
+  bool row_scaled;
+  // [batch, 4]: two words of the key, m origin (grouped: number of the first group, m_total is
+  // unread), k origin; null = nearest rounding. The totals are extents of the tensor of which x is
+  // a shard.
+  const uint32_t* seed;
+  int64_t m_total, k_total;
+  // Groups split the m rows of each batch entry; group_sizes [batch, groups] is data, and any
+  // values are legal: a negative size counts as 0, groups end at row m. Rows after the last group
+  // are not read. A group is a matrix of its own: its blocks of the column-wise form follow those
+  // of the group before it. Every other byte of the forms and of `values` becomes 0.
+  bool grouped;
+  int64_t groups;  // 1 if not grouped
+  const int32_t* group_sizes;
+  // The row-wise form (blocks along k), the column-wise one (blocks along m, stored transposed).
+  // Both amaxes are given or none.
+  StoredForm row, column;
+  // Product form of the row-wise form: bfloat16 [batch, m, k], code times block scale, exact; NaN
+  // where the block is NaN. Null = not wanted. Needs row.wanted.
+  uint16_t* values;
+};
+
+// Blocks of a stored row of the column-wise form that hold m rows, whatever the sizes of so many
+// groups.
+int64_t grouped_blocks(int64_t m, int64_t groups);
+
+// Values in the amaxes of a form: one a matrix (batch * groups of them); under row scaling
+// batch * m of the row-wise form, and k a matrix of the column-wise one.
+int64_t amax_count(const QuantizeProblem& problem, bool row_wise);
+
+// Bytes of scratch, aligned to 16, that the launch needs; 0 if scratch may be null.
+int64_t scratch_bytes(const QuantizeProblem& problem);
+
+// cudaErrorInvalidValue: the problem is none that the contract above describes.
+cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scratch,
+                                      cudaStream_t stream);
+
+}  // namespace jax_fp4::cuda
+
+#endif  // JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TRANSPOSE_H_

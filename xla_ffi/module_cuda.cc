@@ -1,0 +1,38 @@
+// The Python module `jax_fp4._cuda`: the CUDA handlers under the names of their targets.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace nb = nanobind;
+
+extern "C" {  // in cuda_handler.cc
+XLA_FFI_Error* jax_fp4_cuda_quantize(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jax_fp4_cuda_quantize_transpose(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jax_fp4_cuda_dequantize(XLA_FFI_CallFrame* frame);
+}
+
+namespace {
+
+nb::capsule capsule(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+nb::dict registrations() {
+  nb::dict targets;
+  targets["jax_fp4_quantize"] = capsule(&jax_fp4_cuda_quantize);
+  targets["jax_fp4_quantize_transpose"] = capsule(&jax_fp4_cuda_quantize_transpose);
+  targets["jax_fp4_dequantize"] = capsule(&jax_fp4_cuda_dequantize);
+  return targets;
+}
+
+}  // namespace
+
+NB_MODULE(_cuda, module) {
+  module.def("registrations", &registrations, "FFI target name -> handler, for platform CUDA.");
+  module.def(
+      "archs", [] { return std::string(JAX_FP4_ARCHS); },
+      "The GPU architectures that the kernels were compiled for.");
+}
