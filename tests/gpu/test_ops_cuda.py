@@ -29,7 +29,7 @@ SHAPES = [(1, 16), (5, 48), (16, 64), (33, 50), (128, 256), (257, 272), (96, 1),
 
 
 def bits(tree):
-    return [np.asarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(tree)]
+    return [np.atleast_1d(np.asarray(leaf)).view(np.uint8) for leaf in jax.tree.leaves(tree)]
 
 
 def assert_same(got, want, what=""):
