@@ -4,6 +4,9 @@
 // L2 cache, or several take turns. "copy" is the time of cudaMemcpyAsync moving as many bytes in
 // total (half read, half written) as the kernel must move, each counted once, and the fraction is
 // copy over kernel.
+//
+// nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -ftz=false -fmad=false -prec-div=true
+// -prec-sqrt=true -cudart static benchmarks/quantize_cuda.cc xla_ffi/kernels/*.cu
 #include <cuda_runtime_api.h>
 
 #include <algorithm>

@@ -117,6 +117,11 @@ class LanguageModel(nn.Module):
         return head(x).astype(jnp.float32), balance
 
 
+def apply(model: LanguageModel, params: Any, text: jax.Array, **how: Any) -> tuple[jax.Array, jax.Array]:
+    outputs: Any = model.apply(params, text, **how)
+    return outputs
+
+
 def cross_entropy(logits: jax.Array, text: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, text.astype(jnp.int32)).mean()
 
@@ -124,7 +129,7 @@ def cross_entropy(logits: jax.Array, text: jax.Array) -> jax.Array:
 def loss_of(model: LanguageModel, params: Any, text: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(what is minimised, mean loss in nats a byte) of text [b, t + 1]; `key` is for the stochastic rounding of
     gradients."""
-    logits, balance = model.apply(params, text[:, :-1], rngs={"sr": key})
+    logits, balance = apply(model, params, text[:, :-1], rngs={"sr": key})
     loss = cross_entropy(logits, text[:, 1:])
     return loss + BALANCE * balance, loss
 
@@ -177,7 +182,7 @@ def held_out_loss(model: LanguageModel, params: Any, text: np.ndarray, args: arg
 
     @jax.jit
     def loss(params, windows):
-        logits, _ = model.apply(params, windows[:, :-1])
+        logits, _ = apply(model, params, windows[:, :-1])
         return cross_entropy(logits[:, half:], windows[:, half + 1 :])
 
     count = max(1, len(starts) // args.batch)
@@ -198,7 +203,8 @@ def residual_bytes(model: LanguageModel, params: Any, text: np.ndarray) -> int:
 
     jaxpr = jax.make_jaxpr(residuals)(params).jaxpr
     kept = {v for v in jaxpr.outvars if isinstance(v, Var)} - set(jaxpr.invars)  # a constant is not kept
-    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)
+    avals: list[Any] = [v.aval for v in kept]
+    return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
 
 class Result(NamedTuple):

@@ -137,9 +137,9 @@ def gradients(
         assert recipe is not None
         along_n, along_m = quantize_gradient(dy, recipe, kept.seed, needs, group_sizes)
     x_dtype, kernel_dtype = dtypes
-    kept = Residuals(*(_with_scale_type(part, jnp.float8_e4m3fn) for part in kept[:2]), kept.seed)
-    dx = _backward_product(along_n, kept.kernel.mT, x_dtype, dy.dtype, group_sizes) if needs.x else None
-    dw = _backward_product(kept.x.mT, along_m, kernel_dtype, dy.dtype, group_sizes) if needs.kernel else None
+    x, kernel = (_with_scale_type(part, jnp.float8_e4m3fn) for part in (kept.x, kept.kernel))
+    dx = _backward_product(along_n, kernel.mT, x_dtype, dy.dtype, group_sizes) if needs.x else None
+    dw = _backward_product(x.mT, along_m, kernel_dtype, dy.dtype, group_sizes) if needs.kernel else None
     return dx, dw
 
 

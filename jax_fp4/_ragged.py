@@ -127,13 +127,21 @@ def _tile(at, end, tile: int, m: int):
     return first, ((row >= at) & (row < end))[:, None]
 
 
+def _together(tree, index):
+    """The tree and the index that slices it, behind a barrier on CPU. Elsewhere there is nothing to hold back, and
+    XLA:GPU of jax 0.11 fails to compile a loop over constants that holds a barrier."""
+    return lax.platform_dependent(
+        tree, index, cpu=lambda *both: lax.optimization_barrier(both), default=lambda *both: both
+    )
+
+
 def _at(tree, e):
-    tree, e = lax.optimization_barrier((tree, e))
+    tree, e = _together(tree, e)
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, e, 0, keepdims=False), tree)
 
 
 def _slices(tree, first, size: int, axis: int = 0):
-    tree, first = lax.optimization_barrier((tree, first))
+    tree, first = _together(tree, first)
     return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, size, axis), tree)
 
 

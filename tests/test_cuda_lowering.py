@@ -1,4 +1,4 @@
-"""What is lowered for CUDA, seen without a GPU: a program traced once has the custom calls of the platform it runs on."""
+"""What is lowered for CUDA, seen without a GPU: one trace has the custom calls of the platform it is lowered for."""
 
 import re
 

@@ -1,6 +1,10 @@
 // Fuzz test of the device kernels against the CPU kernels, bit for bit: no XLA, no Python.
 // fuzz_cuda [cases] [seed].
 //
+// nvcc -std=c++17 -O3 -gencode=arch=compute_90a,code=sm_90a -ftz=false -fmad=false -prec-div=true
+// -prec-sqrt=true -cudart static, over xla_ffi/kernels/*.cu, this file and, compiled as for the CPU
+// module, xla_ffi/cpu/*.cc (kernels.cc once for each instruction set). compute-sanitizer runs it.
+//
 // Cases are those of cases.h. Outputs and scratch are poisoned with 0x7F, and stand between guards
 // that must survive. Two cases run at once on two streams; then each is captured in a CUDA graph
 // and replayed on other data: another x, other amaxes, other group sizes.

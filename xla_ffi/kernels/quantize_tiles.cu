@@ -577,8 +577,8 @@ cudaError_t launch(const QuantizeTask& q, cudaStream_t stream) {
   int processors = 0;
   cudaError_t error = multiprocessors(&processors);
   if (error != cudaSuccess) return error;
-  // The largest super-tile that leaves the work even; what shared memory
-  // holds beside the stages and the scales of lines must let as many thread blocks run.
+  // The largest super-tile that leaves the work even, and whose scales leave room in shared memory
+  // for as many thread blocks: float32 stages and the scales of lines take more of it.
   const int spans[][2] = {{kMostRowSpan, kMostColumnSpan}, {2, 4}, {2, 2}, {1, 2}, {1, 1}};
   const int64_t slots = processors * (sizeof(X) == 2 ? 4 : 3);
   const int64_t even = busiest(grid_of(q, 1, 1), slots);
