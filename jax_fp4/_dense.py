@@ -18,7 +18,7 @@ from jax_fp4._formats import BLOCK
 from jax_fp4._modes import Kernel, Needs, Residuals, is_frozen
 from jax_fp4._ops import refuse_padding
 from jax_fp4._products import along_last, matmul, sum_of_groups
-from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, resolve, why_unquantized
+from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, draws, resolve, why_unquantized
 from jax_fp4._rules import primals, refuse_perturbed
 
 
@@ -111,7 +111,7 @@ affine.defvjp(_affine_fwd, _affine_bwd, symbolic_zeros=True)
 
 def require_key(op: str, recipe: Recipe | None, seed) -> None:
     """Where a layer is differentiated: its stochastic rounding needs a key."""
-    if recipe is not None and recipe.mode is BackwardMode.DEFAULT and recipe.stochastic_rounding and seed is None:
+    if recipe is not None and draws(recipe) and seed is None:
         raise ValueError(
             message(
                 op,

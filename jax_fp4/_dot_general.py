@@ -15,7 +15,7 @@ from jax_fp4 import _record
 from jax_fp4._arguments import check_float
 from jax_fp4._dense import dense
 from jax_fp4._errors import UnsupportedError, message
-from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, resolve, why_unquantized
+from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, resolve, why_unquantized
 
 Axes = Sequence[int]
 DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]  # ((lhs, rhs) contracted, (lhs, rhs) batch)
@@ -146,11 +146,6 @@ def layer_recipe(layer, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...])
         reason = f"the layer's own {own} computes it" if own else why_unquantized(layer.recipe)
         _record.record(_record.LayerEvent(_record.path(), "dense", x_shape, kernel_shape, None, reason))
     return recipe
-
-
-def draws(recipe: Recipe) -> bool:
-    """Whether the backward rounds stochastically, so that a call needs a key. Otherwise no stream is touched."""
-    return recipe.mode is BackwardMode.DEFAULT and recipe.stochastic_rounding
 
 
 def layer_product(layer, operands, promoted, default_promote, axis: Axes, batch_axis: Axes, **how):

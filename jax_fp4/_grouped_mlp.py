@@ -14,13 +14,13 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from jax_fp4 import _modes, _record
+from jax_fp4 import _groups, _modes, _record
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._arguments import check_float, check_group_sizes, key_words
 from jax_fp4._dense import check_bias, check_kernel, check_padding, check_x, kernel_dtype, require_key
 from jax_fp4._errors import message
 from jax_fp4._modes import Needs, Residuals, is_frozen, mode_of
-from jax_fp4._products import dots_with_groups, rows_to_groups, sum_of_groups
+from jax_fp4._products import dots_with_groups, sum_of_groups
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, resolve, why_unquantized
 from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
 
@@ -163,7 +163,7 @@ def _forward(arguments: Arguments, seeds, group_sizes, static: Static, needs_in:
     (recipe, out_recipe), dtype = static.recipes, static.dtype
     seed, out_seed = (None, None) if seeds is None else seeds
     if probs is not None:  # those of the tail may be NaN
-        probs = jnp.where(rows_to_groups(group_sizes, x.shape[0]) < group_sizes.shape[0], probs, 0)
+        probs = jnp.where(_groups.group_of_rows(group_sizes, x.shape[0]) < group_sizes.shape[0], probs, 0)
     qx, qw = _modes.operands(x, w_in, recipe, needs_in, group_sizes)
     h = _modes.multiply(qx, qw, dtype, group_sizes, compute=dtype, bias=b_in)  # [m,h] = [m,k] @ [g,k,h]
     first = _modes.residuals(x, w_in, seed, qx, qw, recipe, needs_in, group_sizes)

@@ -29,6 +29,7 @@ class Columns(NamedTuple):
 
     row: Int[AnyArray, "*B P"]  # of x, m where the position is padding
     first_block: Int[AnyArray, "*B g"]
+    blocks: Int[AnyArray, "*B g"]  # of each group
     group: Int[AnyArray, "*B P/16"]  # of each block, g for the unused ones
 
 
@@ -55,6 +56,11 @@ def group_of(ends: Int[AnyArray, "*B g"], count: int) -> Int[AnyArray, "*B {coun
     return jnp.cumsum(steps.at[at].add(1)[..., :count], axis=-1, dtype=jnp.int32)
 
 
+def group_of_rows(group_sizes: Int[AnyArray, "*B g"], m: int) -> Int[AnyArray, "*B {m}"]:
+    """The group of each of m rows, g in the tail."""
+    return group_of(bounds(group_sizes, m).ends, m)
+
+
 def columns(group_sizes: Int[AnyArray, "*B g"], m: int) -> Columns:
     xp: Any = np if isinstance(group_sizes, np.ndarray) else jnp
     starts, ends = bounds(group_sizes, m)
@@ -66,7 +72,7 @@ def columns(group_sizes: Int[AnyArray, "*B g"], m: int) -> Columns:
     by_position = xp.repeat(group, BLOCK, axis=-1)
     within = xp.arange(extent, dtype=np.int32) - of_group(BLOCK * first, by_position, 0)
     row = of_group(starts, by_position, 0) + within
-    return Columns(xp.where(row < of_group(ends, by_position, 0), row, m), first, group)
+    return Columns(xp.where(row < of_group(ends, by_position, 0), row, m), first, blocks, group)
 
 
 def of_group(values: AnyArray, group: Int[AnyArray, "*B n"], tail: Any) -> AnyArray:

@@ -101,7 +101,7 @@ def residuals(
         case BackwardMode.DEFAULT:
             assert recipe is not None
             for_dw = keep(qx.backward, lambda: planes_of_x(x, recipe, True, group_sizes).backward)
-            for_dx = keep(qw.backward, lambda: _plane_along_n(kernel, recipe, x.dtype))
+            for_dx = keep(qw.backward, lambda: planes_of_kernel(kernel, recipe, x.dtype, True).backward)
         case BackwardMode.UNQUANT:
             for_dw = keep(x if needs.kernel else None, lambda: x)
             # Not its cast to the compute dtype: the parameter is alive anyway, a cast would be a copy.
@@ -211,10 +211,3 @@ def transpose_tiles(q: QuantizedTensor) -> QuantizedTensor:
         bound=q.bound,
         block=q.block,
     )
-
-
-def _plane_along_n(kernel: Any, recipe: Recipe, dtype) -> QuantizedTensor | None:
-    """The n-blocked plane of any kernel; only its shapes are ever asked for here (see `keep`)."""
-    if is_frozen(kernel):
-        return kernel[0] if isinstance(kernel, tuple) else transpose_tiles(kernel)
-    return planes_of_kernel(kernel, recipe, dtype, both=True).backward

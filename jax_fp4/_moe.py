@@ -2,24 +2,16 @@
 
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
 from jax_fp4._activations import Activation
 from jax_fp4._arguments import check_float
 from jax_fp4._dense import check_kernel, check_x
-from jax_fp4._dot_general import draws
 from jax_fp4._errors import message
 from jax_fp4._grouped_mlp import grouped_mlp, recipe_of_second
-from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, resolve
+from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, draws, resolve
 from jax_fp4._routing import Routing, combine_tokens, group_tokens, group_weights, route
-
-ROUTING = (
-    "score",
-    "normalize",
-    "expert_groups",
-    "top_expert_groups",
-    "scale",
-)  # of `route`, what a layer has as its settings
 
 
 def drawing_recipe(op: str, recipe: RecipeChoice | None, out_recipe: RecipeChoice | None) -> Recipe | None:
@@ -79,3 +71,19 @@ def moe(
     )
     y = combine_tokens(y, order, top_k=top_k)
     return y.reshape(*x.shape[:-1], y.shape[-1]), chosen
+
+
+# --- what the layers of linen and nnx share ---
+
+# Each expert's matrix is drawn as a dense layer's would be: the leading axis is no part of the fan-in.
+expert_init = jax.nn.initializers.variance_scaling(
+    1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=0
+)
+
+
+def layer_moe(layer: Any, x, logits, w_in, w_out, b_in, b_out, key, selection_bias):
+    """`moe` with the settings of a layer."""
+    names = ("top_k", "activation", "recipe", "out_recipe")
+    routing = ("score", "normalize", "expert_groups", "top_expert_groups", "scale")
+    settings = {name: getattr(layer, name) for name in (*names, *routing)}
+    return moe(x, logits, w_in, w_out, b_in=b_in, b_out=b_out, key=key, bias=selection_bias, **settings)

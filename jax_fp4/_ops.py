@@ -311,7 +311,12 @@ def _stored_matrices(q: QuantizedTensor):
     rows = math.prod(q.codes.shape[len(batch) : -1])
     codes = q.codes.reshape(*batch, rows, q.codes.shape[-1])
     block_scale = q.block_scale.reshape(*batch, rows, q.block_scale.shape[-1])
-    if q.grouped == "rows" and not q.row_scaled:
-        group = _groups.group_of(_groups.bounds(q.group_sizes, rows).ends, rows)
-        return codes, block_scale, _groups.of_group(q.amax, group, 0)
-    return codes, block_scale, q.amax.reshape(rows) if q.row_scaled and q.grouped != "blocks" else q.amax
+    amax = amax_of_rows(q)
+    return codes, block_scale, amax.reshape(rows) if q.row_scaled and q.grouped != "blocks" else amax
+
+
+def amax_of_rows(q: QuantizedTensor):
+    """The amax, for each row that of its group where rows are grouped."""
+    if q.grouped != "rows" or q.row_scaled:
+        return q.amax
+    return _groups.of_group(q.amax, _groups.group_of_rows(q.group_sizes, math.prod(q.codes.shape[:-1])), 0)

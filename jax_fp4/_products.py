@@ -16,7 +16,7 @@ from jax_fp4._arguments import check_float, check_group_sizes, check_quantized, 
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
 from jax_fp4._formats import BLOCK, PACK
-from jax_fp4._ops import decode, dequantize
+from jax_fp4._ops import amax_of_rows, decode, dequantize
 from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
 
 
@@ -188,21 +188,16 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd, symbolic_zeros=True)
 
 def sum_of_groups(x: Float[Array, "m n"], group_sizes) -> Float[Array, "g n"]:
     """The float32 sum of the rows of each group. No product with zeros and ones: one group's NaN is not another's."""
-    group, groups = rows_to_groups(group_sizes, x.shape[0]), group_sizes.shape[0]
+    group, groups = _groups.group_of_rows(group_sizes, x.shape[0]), group_sizes.shape[0]
     sums = jnp.zeros((groups, x.shape[1]), jnp.float32)
     return sums.at[group].add(x.astype(jnp.float32), mode="drop", indices_are_sorted=True)
 
 
 def dots_with_groups(x: Float[Array, "m n"], bias: Float[Array, "g n"], group_sizes) -> Float[Array, " m"]:
     """Each row's float32 dot product with its group's row of `bias`, 0 in the tail."""
-    group, groups = rows_to_groups(group_sizes, x.shape[0]), group_sizes.shape[0]
+    group, groups = _groups.group_of_rows(group_sizes, x.shape[0]), group_sizes.shape[0]
     dots = jnp.sum(x.astype(jnp.float32) * _groups.of_group(bias.astype(jnp.float32), group, 0), axis=-1)
     return jnp.where(group < groups, dots, 0)
-
-
-def rows_to_groups(group_sizes, m: int):
-    """The group of each of m rows, g in the tail."""
-    return _groups.group_of(_groups.bounds(group_sizes, m).ends, m)
 
 
 def _rows(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
@@ -212,7 +207,7 @@ def _rows(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     column = row = None
     if both:
         a = decode(lhs, jnp.bfloat16, PACK * lhs.codes.shape[-1], product_form=True)
-        column = reference.tensor_factor(_amax_of_rows(lhs), 2, lhs.bound)
+        column = reference.tensor_factor(amax_of_rows(lhs), 2, lhs.bound)
         column = jnp.broadcast_to(column, (out.shape[0], 1))
         row = jnp.swapaxes(reference.tensor_factor(rhs.amax, rhs.codes.ndim, rhs.bound), -1, -2)
     else:
@@ -249,9 +244,8 @@ def _contraction(lhs, rhs, group_sizes, static: _Static):
     if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
         a, b = (decode(q, jnp.bfloat16, PACK * q.codes.shape[-1], product_form=True) for q in (lhs, rhs))
         # Each group's columns, with the padding of its last block: zero, or after a transform part of the data.
-        layout, where = _groups.columns(group_sizes, m), _groups.bounds(group_sizes, m)
-        first, blocks = layout.first_block, (where.ends - where.starts + (BLOCK - 1)) // BLOCK
-        columns = _groups.Bounds(BLOCK * first, BLOCK * (first + blocks))
+        layout = _groups.columns(group_sizes, m)
+        columns = _groups.Bounds(BLOCK * layout.first_block, BLOCK * (layout.first_block + layout.blocks))
         column, row = (reference.tensor_factor(q.amax, 3, q.bound) for q in (lhs, rhs))
         factors = column, jnp.swapaxes(row, -1, -2)
 
@@ -267,13 +261,6 @@ def _contraction(lhs, rhs, group_sizes, static: _Static):
 
 def _values(operand, dtype):
     return dequantize(operand, dtype) if isinstance(operand, QuantizedTensor) else operand.astype(dtype)
-
-
-def _amax_of_rows(q: QuantizedTensor):
-    """The amax of each row of a row-wise tensor, or the one of all."""
-    if q.grouped and not q.row_scaled:
-        return _groups.of_group(q.amax, rows_to_groups(q.group_sizes, q.codes.shape[0]), 0)
-    return q.amax
 
 
 def _epilogue(acc, column, row, dtype, bias):

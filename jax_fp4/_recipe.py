@@ -163,6 +163,12 @@ HIGH_PRECISION: Final = _HighPrecision()
 Recipe = NVFP4BlockScaling
 RecipeChoice = Recipe | _HighPrecision
 
+
+def draws(recipe: Recipe) -> bool:
+    """Whether the backward rounds stochastically, so that a call needs a key. Otherwise no stream is touched."""
+    return recipe.mode is BackwardMode.DEFAULT and recipe.stochastic_rounding
+
+
 _autocast = jax.make_user_context(default_value=None)
 
 

@@ -17,11 +17,11 @@ from flax.linen.dtypes import canonicalize_dtype
 
 from jax_fp4 import _dot_general, _record
 from jax_fp4._activations import Activation, activation_of
-from jax_fp4._dot_general import check_layer, draws, increasing, layer_product, layer_recipe
+from jax_fp4._dot_general import check_layer, increasing, layer_product, layer_recipe
 from jax_fp4._errors import message
 from jax_fp4._grouped_dense import grouped_dense
-from jax_fp4._moe import ROUTING, drawing_recipe, moe
-from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, resolve
+from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
+from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, draws, resolve
 
 # Flax's own code. Without Flax's wrapper: ours runs already, a second one would capture intermediates twice.
 _flax_dense = inspect.unwrap(nn.Dense.__call__)
@@ -97,12 +97,6 @@ class DenseGeneral(nn.DenseGeneral):
             return _product(self, recipe, (inputs, kernel, bias), axis, batch_dims)
 
 
-# Each expert's matrix is drawn as nn.Dense would draw it: the leading axis is no part of the fan-in.
-_expert_init = nn.initializers.variance_scaling(
-    1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=0
-)
-
-
 @no_type_check
 class GroupedDense(nn.Module):
     """`jax_fp4.grouped_dense` as a layer: x [..., k], group_sizes int32 [num_groups] -> y [..., features].
@@ -117,7 +111,7 @@ class GroupedDense(nn.Module):
     use_bias: bool = True
     dtype: Any = None
     param_dtype: Any = jnp.float32
-    kernel_init: Any = _expert_init
+    kernel_init: Any = expert_init
     bias_init: Any = nn.initializers.zeros_init()
     recipe: RecipeChoice | None = None
 
@@ -173,8 +167,8 @@ class MoE(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     router_init: Any = nn.Dense.kernel_init
-    kernel_init: Any = _expert_init
-    out_kernel_init: Any = _expert_init
+    kernel_init: Any = expert_init
+    out_kernel_init: Any = expert_init
     bias_init: Any = nn.initializers.zeros_init()
     recipe: RecipeChoice | None = None
     out_recipe: RecipeChoice | None = None
@@ -208,21 +202,7 @@ class MoE(nn.Module):
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, w_in, dtype=self.dtype))
         key = _key(self, drawing_recipe("MoE", self.recipe, self.out_recipe))
         with _record.layer("/".join(self.path)):
-            return moe(
-                x,
-                logits,
-                w_in,
-                w_out,
-                top_k=self.top_k,
-                b_in=b_in,
-                b_out=b_out,
-                activation=self.activation,
-                recipe=self.recipe,
-                out_recipe=self.out_recipe,
-                key=key,
-                bias=selection_bias,
-                **{name: getattr(self, name) for name in ROUTING},
-            )
+            return layer_moe(self, x, logits, w_in, w_out, b_in, b_out, key, selection_bias)
 
 
 @no_type_check

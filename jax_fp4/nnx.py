@@ -14,10 +14,10 @@ from flax.errors import TraceContextError
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
 from jax_fp4._activations import Activation, activation_of
-from jax_fp4._dot_general import check_layer, draws, layer_product, layer_recipe, refuse_out_sharding
+from jax_fp4._dot_general import check_layer, layer_product, layer_recipe, refuse_out_sharding
 from jax_fp4._grouped_dense import grouped_dense
-from jax_fp4._moe import ROUTING, drawing_recipe, moe
-from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, resolve
+from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
+from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, draws, resolve
 
 _SR = 0x7372  # "sr", folded into the key of a default stream
 
@@ -88,10 +88,6 @@ class LinearGeneral(nnx.LinearGeneral):
         return _product(self, recipe, inputs, self.axis, tuple(self.batch_axis), out_sharding, key)
 
 
-# Each expert's matrix is drawn as nnx.Linear would draw it: the leading axis is no part of the fan-in.
-_expert_init = nnx.initializers.variance_scaling(
-    1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1, batch_axis=0
-)
 _router_init, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
 
@@ -113,7 +109,7 @@ class GroupedLinear(nnx.Module):
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        kernel_init: Any = _expert_init,
+        kernel_init: Any = expert_init,
         bias_init: Any = _zeros,
         rngs: nnx.Rngs,
         kernel_metadata: Any = None,
@@ -178,8 +174,8 @@ class MoE(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         router_init: Any = _router_init,
-        kernel_init: Any = _expert_init,
-        out_kernel_init: Any = _expert_init,
+        kernel_init: Any = expert_init,
+        out_kernel_init: Any = expert_init,
         bias_init: Any = _zeros,
         rngs: nnx.Rngs,
         kernel_metadata: Any = None,
@@ -230,21 +226,7 @@ class MoE(nnx.Module):
         logits = self.router(inputs, key=None if key is None else jax.random.fold_in(key, 2))
         if key is None and drawing_recipe("MoE", self.recipe, self.out_recipe) is not None:
             key = _draw(self.sr)
-        return moe(
-            x,
-            logits,
-            w_in,
-            w_out,
-            top_k=self.top_k,
-            b_in=b_in,
-            b_out=b_out,
-            activation=self.activation,
-            recipe=self.recipe,
-            out_recipe=self.out_recipe,
-            key=key,
-            bias=selection_bias,
-            **{name: getattr(self, name) for name in ROUTING},
-        )
+        return layer_moe(self, x, logits, w_in, w_out, b_in, b_out, key, selection_bias)
 
 
 def _product(layer: Any, recipe: Recipe, inputs, axis, batch_axis, out_sharding, key):

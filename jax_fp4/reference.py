@@ -499,9 +499,8 @@ class _Layout(NamedTuple):
         if self.columns is None:
             row = row - words(_groups.of_group(self.bounds.starts, self.group, 0))
             return _bytes_at(xp, seed, -1, row, (origin >> 4) + block, np.uint32(padded(total) // BLOCK), expert)
-        sizes = self.bounds.ends - self.bounds.starts
         block = block - words(_groups.of_group(self.columns.first_block, self.group, 0))
-        of_row = words(_groups.of_group((sizes + (BLOCK - 1)) // BLOCK, self.group, 0))
+        of_row = words(_groups.of_group(self.columns.blocks, self.group, 0))
         return _bytes_at(xp, seed, 0, origin + row, block, of_row, expert)
 
 

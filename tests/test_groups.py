@@ -67,7 +67,8 @@ def columns_by_hand(sizes, m):
         positions += [*range(r.start, r.stop), *[m] * (-(r.stop - r.start) % 16)]
         group += [e] * (len(positions) // 16 - first[-1])
     group += [len(sizes)] * (extent // 16 - len(group))
-    return positions + [m] * (extent - len(positions)), first, group
+    blocks = [group.count(e) for e in range(len(sizes))]
+    return positions + [m] * (extent - len(positions)), first, blocks, group
 
 
 def check_layout(sizes, m, bounds, columns, group):
