@@ -4,6 +4,7 @@
 #
 #   PYTHON=python3.12 make test      another interpreter for .venv (3.11 to 3.13)
 #   make test ARGS="-k dense -x"     arguments for pytest;   make demo ARGS="--steps 100"   for the demo
+#   JAX_FP4_CUDA_ARCHS=90a make wheel-cuda     for these GPU architectures only
 
 SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -29,10 +30,14 @@ define environment
 	touch $@
 endef
 
-.PHONY: help demo test lint format core core-run clean
+# $(call requirements,FOLDER,EXTRA): what it asks for, a line each. Installing the extra itself would build jax_fp4 as well.
+requirements = $(1)/bin/python -c \
+  'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(2)"], sep="\n")'
+
+.PHONY: help demo test lint format core core-run wheel-cuda clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
 demo: .venv/.installed  ## train a small language model in bfloat16 and in NVFP4, three ways; writes out/loss.png
 	@.venv/bin/python examples/train_lm.py --compare --out out $(ARGS)
@@ -61,8 +66,33 @@ core-run: .venv-core/.installed
 	@.venv-core/bin/python -c 'import jax, sys; print(f"== core tests: Python {sys.version.split()[0]}, jax {jax.__version__}")'
 	@.venv-core/bin/pytest -n $(WORKERS) -m core $(ARGS)
 
+# nvcc is CUDACXX, or what PATH has, or what the extra [nvcc] installs. That one looks for cudart in a folder lib64 and CMake
+# for a libcudart.so, and its wheels have neither: hence two links.
+wheel-cuda: .venv-cuda/bin/pip  ## build a wheel for Python 3.12 with the CUDA kernels into dist/
+	@nvcc=$${CUDACXX:-$$(command -v nvcc || true)}; \
+	if [ -z "$$nvcc" ]; then \
+	  echo "== wheel-cuda: no nvcc on PATH and no CUDACXX; installing that of the extra [nvcc] in .venv-cuda"; \
+	  $(call requirements,.venv-cuda,nvcc) | .venv-cuda/bin/pip install -q --disable-pip-version-check -r /dev/stdin || { \
+	    echo "wheel-cuda needs nvcc. Install a CUDA toolkit (tested: 13.0) and put its nvcc on PATH, or name it in CUDACXX," >&2; \
+	    echo "or let pip reach these wheels:" $$($(call requirements,.venv-cuda,nvcc)) >&2; exit 1; }; \
+	  toolkit=$(CURDIR)/.venv-cuda/lib/python3.12/site-packages/nvidia/cu13; nvcc=$$toolkit/bin/nvcc; \
+	  ln -sfn lib $$toolkit/lib64; ln -sfn libcudart.so.13 $$toolkit/lib/libcudart.so; \
+	fi; \
+	version=$$($$nvcc --version | sed -n 's/^Cuda compilation tools, //p') || { echo "wheel-cuda: '$$nvcc' does not run" >&2; exit 1; }; \
+	echo "== wheel-cuda: $$nvcc, $$version, for $${JAX_FP4_CUDA_ARCHS:-all architectures: three minutes or more}"; \
+	SECONDS=0; JAX_FP4_CUDA=ON CMAKE_BUILD_PARALLEL_LEVEL=$(WORKERS) \
+	  .venv-cuda/bin/pip wheel -q --disable-pip-version-check --no-deps -w dist \
+	  -C 'build-dir=build/cuda-{wheel_tag}' -C cmake.define.CMAKE_CUDA_COMPILER=$$nvcc .; \
+	echo "== wheel-cuda: $$(ls -t dist/*.whl | head -1), after $${SECONDS} s"
+
+.venv-cuda/bin/pip:
+	@test -n "$(PYTHON312)" || { \
+	  echo "wheel-cuda needs Python 3.12 (on PATH or under pyenv). Name it:  make wheel-cuda PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	@echo "== .venv-cuda: creating it with $$($(PYTHON312) --version)"
+	@$(PYTHON312) -m venv .venv-cuda
+
 clean:  ## remove all that make created: environments, builds, caches, results
-	rm -rf .venv .venv-core build out .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-core .venv-cuda build dist out .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.installed: $(NATIVE)
@@ -71,9 +101,7 @@ clean:  ## remove all that make created: environments, builds, caches, results
 .venv-core/.installed: $(NATIVE)
 	@$(call environment,.venv-core,$(PYTHON312))
 
-# The linters alone: installing the [dev] extra would build the extension once more.
 .venv/.lint: .venv/.installed
 	@echo "== .venv: installing the linters"
-	@.venv/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"], sep="\n")' \
-	  | .venv/bin/pip install -q --disable-pip-version-check -r /dev/stdin
+	@$(call requirements,.venv,dev) | .venv/bin/pip install -q --disable-pip-version-check -r /dev/stdin
 	@touch $@

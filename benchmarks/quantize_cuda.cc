@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "../xla_ffi/kernels/dequantize.h"
+#include "../xla_ffi/kernels/nvfp4.h"
 #include "../xla_ffi/kernels/quantize_transpose.h"
 
 namespace {
@@ -163,7 +164,7 @@ cuda::QuantizeProblem problem(const Memory& memory, const Variant& v, int64_t m,
   p.grouped = v.groups > 0;
   p.groups = v.groups > 0 ? v.groups : 1;
   p.group_sizes = memory.sizes;
-  const int64_t row_blocks = p.grouped ? cuda::grouped_blocks(m, v.groups) : (m + 15) / 16;
+  const int64_t row_blocks = p.grouped ? grouped_blocks(m, v.groups) : (m + 15) / 16;
   const int64_t size = m * k;
   p.x = (v.x_dtype == DType::kF32 ? memory.x_float + 4 * copy * size
                                   : memory.x_half + 2 * copy * size);
@@ -219,17 +220,17 @@ void measure(const Memory& memory, int64_t m, int64_t k) {
   }
   const auto decode = [&](int i) {
     const int64_t at = i % copies;
-    const cuda::DequantizeProblem d = {memory.x_half + 2 * at * size,
-                                       memory.x_half + 2 * at * size + size / 2,
-                                       memory.amax,
-                                       false,
-                                       448,
-                                       1,
-                                       m,
-                                       k / 16,
-                                       k,
-                                       memory.out + 4 * at * size,
-                                       DType::kBF16};
+    const DequantizeProblem d = {memory.x_half + 2 * at * size,
+                                 memory.x_half + 2 * at * size + size / 2,
+                                 memory.amax,
+                                 false,
+                                 448,
+                                 1,
+                                 m,
+                                 k / 16,
+                                 k,
+                                 memory.out + 4 * at * size,
+                                 DType::kBF16};
     check(cuda::launch_dequantize(d, nullptr, nullptr));
   };
   const double bytes = 2.5625 * static_cast<double>(size);

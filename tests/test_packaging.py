@@ -29,7 +29,7 @@ def test_version_is_one():
 
 
 def test_extras_are_those_promised():
-    assert set(PROJECT["project"]["optional-dependencies"]) == {"examples", "test", "dev"}
+    assert set(PROJECT["project"]["optional-dependencies"]) == {"examples", "test", "dev", "nvcc"}
 
 
 def test_handlers_are_built_with_the_oldest_supported_jaxlib():
@@ -79,7 +79,7 @@ def test_typing_marker_is_installed():
 def test_makefile_names_its_goals():
     """`make help` lists what the README and CI use."""
     makefile = (ROOT / "Makefile").read_text()
-    for goal in ("demo", "test", "lint", "core", "clean", "help"):
+    for goal in ("demo", "test", "lint", "core", "wheel-cuda", "clean", "help"):
         assert re.search(rf"^{goal}:.*## \w", makefile, re.MULTILINE), goal
 
 

@@ -1,16 +1,9 @@
 #include "common_handler.h"
 
+#include "kernels/nvfp4.h"
+
 namespace jax_fp4 {
 namespace {
-
-constexpr int64_t kBlockElements = 16, kBlockBytes = 8;
-
-int64_t blocks_of(int64_t extent) { return (extent + kBlockElements - 1) / kBlockElements; }
-
-// Blocks of a stored row that hold m rows of x column-wise, whatever the sizes of so many groups.
-int64_t blocks_of_groups(int64_t m, int64_t groups) {
-  return (m + (kBlockElements - 1) * groups) / kBlockElements;
-}
 
 int64_t product(ffi::Span<const int64_t> extents) {
   int64_t result = 1;
@@ -80,7 +73,7 @@ QuantizeOperands check_operands(Checks& checks, const ffi::AnyBuffer& x, const f
   const auto dimensions = x.dimensions();
   checks.require(dimensions.size() >= 2, "x has rank below 2; needs [*B, m, k]");
   checks.require(a.compute >= 0 && a.compute <= 2, "attribute compute is not 0, 1 or 2");
-  checks.require(a.tile == 1 || a.tile == kBlockElements, "attribute tile is not 1 or 16");
+  checks.require(a.tile == 1 || a.tile == kBlock, "attribute tile is not 1 or 16");
   checks.require(a.four_over_six >= 0 && a.four_over_six <= 2,
                  "attribute four_over_six is not 0, 1 or 2");
   checks.require(a.bound == 256 || a.bound == 448, "attribute bound is not 256 or 448");
@@ -110,9 +103,9 @@ FormBuffers check_form(Checks& checks, const QuantizeOperands& o, const Quantize
                        ffi::AnyBuffer codes, ffi::AnyBuffer block_scale, ffi::AnyBuffer amax) {
   FormBuffers form = {};
   form.rows = along_k ? o.m : o.k;
-  form.blocks = along_k     ? blocks_of(o.k)
-                : a.grouped ? blocks_of_groups(o.m, o.groups)
-                            : blocks_of(o.m);
+  form.blocks = along_k     ? ceil_div(o.k, kBlock)
+                : a.grouped ? grouped_blocks(o.m, o.groups)
+                            : ceil_div(o.m, kBlock);
   const auto named = [suffix](const char* name) { return std::string(name) + suffix; };
   std::vector<int64_t> amax_tail;  // one value a matrix, or one a stored row of it
   if (a.grouped && !(a.row_scaled && along_k)) amax_tail.push_back(o.groups);
@@ -120,7 +113,7 @@ FormBuffers check_form(Checks& checks, const QuantizeOperands& o, const Quantize
   checks.shape(named("amax").c_str(), given, ffi::DataType::F32, o.batch_shape,
                a.given_amax ? amax_tail : std::vector<int64_t>{0});
   checks.shape(named("codes").c_str(), codes, ffi::DataType::U8, o.batch_shape,
-               {form.rows, form.blocks * kBlockBytes});
+               {form.rows, form.blocks * kBlockCodeBytes});
   checks.shape(named("block_scale").c_str(), block_scale, ffi::DataType::F8E4M3FN, o.batch_shape,
                {form.rows, form.blocks});
   checks.shape(named("result amax").c_str(), amax, ffi::DataType::F32, o.batch_shape, amax_tail);
@@ -137,11 +130,13 @@ FormBuffers check_form(Checks& checks, const QuantizeOperands& o, const Quantize
   return form;
 }
 
-DequantizeOperands check_dequantize(Checks& checks, const ffi::AnyBuffer& codes,
-                                    const ffi::AnyBuffer& block_scale, const ffi::AnyBuffer& amax,
-                                    ffi::AnyBuffer out, int32_t bound, bool row_scaled,
-                                    bool product_form) {
-  DequantizeOperands o = {};
+DequantizeProblem check_dequantize(Checks& checks, const ffi::AnyBuffer& codes,
+                                   const ffi::AnyBuffer& block_scale, const ffi::AnyBuffer& amax,
+                                   ffi::AnyBuffer out, int32_t bound, bool row_scaled,
+                                   bool product_form) {
+  DequantizeProblem o = {};
+  o.bound = bound;
+  o.row_scaled = row_scaled;
   o.out_dtype = checks.dtype("out", out);
   const auto stored = block_scale.dimensions(), values = out.dimensions();
   checks.require(stored.size() >= 2, "block_scale has rank below 2; needs [*B, r, blocks]");
@@ -154,9 +149,9 @@ DequantizeOperands check_dequantize(Checks& checks, const ffi::AnyBuffer& codes,
   o.blocks = stored[stored.size() - 1];
   o.extent = values[values.size() - 1];
   checks.shape("block_scale", block_scale, ffi::DataType::F8E4M3FN, batch, {o.rows, o.blocks});
-  checks.shape("codes", codes, ffi::DataType::U8, batch, {o.rows, o.blocks * kBlockBytes});
+  checks.shape("codes", codes, ffi::DataType::U8, batch, {o.rows, o.blocks * kBlockCodeBytes});
   checks.shape("out", out, out.element_type(), batch, {o.rows, o.extent});
-  checks.require(o.extent <= o.blocks * kBlockElements, "out is wider than the codes");
+  checks.require(o.extent <= o.blocks * kBlock, "out is wider than the codes");
   std::vector<int64_t> amax_tail;
   if (product_form) amax_tail.push_back(0);
   if (!product_form && row_scaled) amax_tail.push_back(o.rows);

@@ -89,20 +89,10 @@ FormBuffers check_form(Checks& checks, const QuantizeOperands& operands,
                        const ffi::AnyBuffer& given, ffi::AnyBuffer codes,
                        ffi::AnyBuffer block_scale, ffi::AnyBuffer amax);
 
-// The operands of dequantize.
-struct DequantizeOperands {
-  int64_t batch, rows, blocks, extent;
-  DType out_dtype;
-  const uint8_t* codes;
-  const uint8_t* block_scale;
-  const float* amax;  // null = product form
-  void* out;
-};
-
-DequantizeOperands check_dequantize(Checks& checks, const ffi::AnyBuffer& codes,
-                                    const ffi::AnyBuffer& block_scale, const ffi::AnyBuffer& amax,
-                                    ffi::AnyBuffer out, int32_t bound, bool row_scaled,
-                                    bool product_form);
+DequantizeProblem check_dequantize(Checks& checks, const ffi::AnyBuffer& codes,
+                                   const ffi::AnyBuffer& block_scale, const ffi::AnyBuffer& amax,
+                                   ffi::AnyBuffer out, int32_t bound, bool row_scaled,
+                                   bool product_form);
 
 }  // namespace jax_fp4
 

@@ -140,21 +140,9 @@ ffi::Error dequantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAll
                            bool product_form) {
   constexpr const char* op = "jax_fp4_dequantize";
   Checks checks(op);
-  const DequantizeOperands o =
+  const DequantizeProblem problem =
       check_dequantize(checks, codes, block_scale, amax, *out, bound, row_scaled, product_form);
   if (!checks.ok()) return checks.error();
-  cuda::DequantizeProblem problem = {};
-  problem.codes = o.codes;
-  problem.block_scale = o.block_scale;
-  problem.amax = o.amax;
-  problem.row_scaled = row_scaled;
-  problem.bound = bound;
-  problem.batch = o.batch;
-  problem.rows = o.rows;
-  problem.blocks = o.blocks;
-  problem.extent = o.extent;
-  problem.out = o.out;
-  problem.out_dtype = o.out_dtype;
   return launch(op, cuda::launch_dequantize, problem, scratch, ordinal, stream);
 }
 

@@ -9,21 +9,9 @@ ffi::Error dequantize_impl(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyB
                            ffi::AnyBuffer amax, ffi::Result<ffi::AnyBuffer> out, int32_t bound,
                            bool row_scaled, bool product_form) {
   Checks checks("jax_fp4_dequantize");
-  const DequantizeOperands o =
+  const DequantizeProblem problem =
       check_dequantize(checks, codes, block_scale, amax, *out, bound, row_scaled, product_form);
   if (!checks.ok()) return checks.error();
-  DequantizeProblem problem = {};
-  problem.codes = o.codes;
-  problem.block_scale = o.block_scale;
-  problem.amax = o.amax;
-  problem.row_scaled = row_scaled;
-  problem.bound = bound;
-  problem.batch = o.batch;
-  problem.rows = o.rows;
-  problem.blocks = o.blocks;
-  problem.extent = o.extent;
-  problem.out = o.out;
-  problem.out_dtype = o.out_dtype;
   PoolExecutor<ffi::ThreadPool> executor(pool);
   dequantize(kernels(), executor, problem);
   return ffi::Error::Success();

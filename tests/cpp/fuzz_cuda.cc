@@ -319,17 +319,11 @@ void test_dequantize(const Case& c, const Form& form, const StoredForm& stored, 
   codes.put(form.codes.data());
   scale.put(form.block_scale.data());
   amax.put(form.amax.data());
-  cuda::DequantizeProblem g = {codes.as<uint8_t>(),
-                               scale.as<uint8_t>(),
-                               d.amax == nullptr ? nullptr : amax.as<float>(),
-                               d.row_scaled,
-                               d.bound,
-                               d.batch,
-                               d.rows,
-                               d.blocks,
-                               d.extent,
-                               out.as<void>(),
-                               d.out_dtype};
+  DequantizeProblem g = d;
+  g.codes = codes.as<uint8_t>();
+  g.block_scale = scale.as<uint8_t>();
+  g.amax = d.amax == nullptr ? nullptr : amax.as<float>();
+  g.out = out.as<void>();
   check_launch(cuda::launch_dequantize(g, nullptr, stream), c);
   check_cuda(cudaStreamSynchronize(stream), "dequantize");
   const Bytes got = out.get();

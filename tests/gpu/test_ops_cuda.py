@@ -105,6 +105,61 @@ def test_any_row_count(gpu, cpu, m):
     assert (np.asarray(got[0].block_scale).view(np.uint8) != 0).all()
 
 
+@pytest.mark.parametrize("k", [16, 32, 48, 64, 96, 112, 128, 192, 256, 384, 448, 512])
+def test_any_column_count(gpu, cpu, k):
+    """B6, and A9 with it: m=1025, k=512."""
+    for variant in VARIANTS:
+        quantize = jax.jit(functools.partial(fp4.quantize_transpose, **flags_of(variant)))
+        x = normal((1025, k), k, jnp.bfloat16)
+        assert_same(on(gpu, quantize, x), on(cpu, quantize, x), variant)
+
+
+def into_poisoned_memory(device, function, *arguments):
+    """The outputs of jitted `function`, written over donated buffers full of 0x7F; scratch was full of them before."""
+
+    def poison(like):
+        count = like.size * like.dtype.itemsize
+        return np.full(count, 0x7F, np.uint8).view(like.dtype).reshape(like.shape)
+
+    donated = jax.tree.map(poison, jax.eval_shape(function, *arguments))
+    over = jax.jit(lambda _, *arguments: function(*arguments), donate_argnums=0, keep_unused=True)
+    jax.block_until_ready(jax.device_put(np.full(1 << 26, 0x7F, np.uint8), device)).delete()
+    return on(device, over, donated, *arguments)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_poisoned_outputs(gpu, cpu, variant):
+    """A6: every byte of the outputs is written."""
+    for seed, shape in enumerate([(5, 48), (5, 50), (17, 33), (300, 200)]):
+        x = normal(shape, seed, jnp.bfloat16)
+        quantize = functools.partial(fp4.quantize_transpose, **flags_of(variant))
+        assert_same(into_poisoned_memory(gpu, quantize, x), on(cpu, jax.jit(quantize), x), shape)
+
+
+def test_poisoned_outputs_of_groups_and_of_dequantize(gpu, cpu):
+    """A7: what belongs to no group is written as well."""
+    x = normal((64, 80), 5, jnp.bfloat16)
+    quantize = lambda x, s: fp4.quantize_transpose(x, group_sizes=s, hadamard=True)  # noqa: E731
+    for sizes in ([1, 0, 31, 3], [8, 0, 8, 0], [0, 0, 0, 0]):
+        sizes = np.asarray(sizes, np.int32)
+        forms = on(cpu, jax.jit(quantize), x, sizes)
+        assert_same(into_poisoned_memory(gpu, quantize, x, sizes), forms, sizes)
+        decode = lambda q: fp4.dequantize(q, jnp.float32)  # noqa: E731
+        values = on(cpu, jax.jit(decode), forms[0])
+        assert np.isfinite(values).all()
+        assert_same(into_poisoned_memory(gpu, decode, forms[0]), values, sizes)
+
+
+def test_stochastic_rounding_is_unbiased(gpu):
+    """B1: the mean over 4096 keys is x within 3 sigma, and a random byte is a 256th of a step."""
+    x = np.linspace(-5.9, 5.9, 32, dtype=np.float32).reshape(2, 16)
+    x[:, 0] = 6.0
+    amax = np.float32(6 * 448)  # block scales 1 for a block maximum of 6
+    draw = jax.vmap(lambda key, x: fp4.dequantize(fp4.quantize(x, key=key, amax=amax)), (0, None))
+    values = np.asarray(on(gpu, jax.jit(draw), jax.random.split(jax.random.key(0), 4096), x), np.float64)
+    assert (np.abs(values.mean(0) - x) <= 3 * values.std(0) / 64 + 2 / 512).all()
+
+
 @pytest.mark.parametrize("path", golden_files("nvfp4_*"), ids=lambda p: p.stem)
 def test_golden_files(gpu, cpu, path):
     """What the CPU handlers make of a golden file's x, which tests/test_ops.py holds to the file."""
@@ -170,6 +225,52 @@ def test_threads_share_nothing(gpu, cpu):
         thread.join()
     for a, b in zip(got, want, strict=True):
         assert_same(a, b)
+
+
+def test_programs_in_flight_share_nothing(gpu, cpu):
+    """Two threads enqueue different programs, each with scratch of its own, and wait at the end only.
+
+    JAX has one stream for each device and process; tests/cpp/fuzz_cuda.cc runs two at once.
+    """
+    sizes = np.asarray([100, 0, 7, 90], np.int32)
+    grouped = jax.jit(lambda x: fp4.quantize_transpose(x, group_sizes=sizes))
+    transformed = jax.jit(functools.partial(fp4.quantize_transpose, hadamard=True))
+    inputs = [normal((200, 512), seed, jnp.bfloat16) for seed in range(20)]
+    got = {}
+
+    def run(program):
+        placed = jax.device_put(inputs, gpu)
+        got[program] = [program(x) for x in placed]
+
+    threads = [threading.Thread(target=run, args=(program,)) for program in (grouped, transformed)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for program, results in got.items():
+        for x, result in zip(inputs, results, strict=True):
+            assert_same(result, on(cpu, program, x))
+    assert len(got) == 2
+
+
+def test_the_device_is_that_of_the_call(gpu, cpu):
+    """Work for the second device while the first is the default one, with and without scratch."""
+    devices = jax.devices("cuda")
+    if len(devices) < 2:
+        pytest.skip("needs two CUDA devices")
+    sizes = np.asarray([100, 0, 7, 90], np.int32)
+    x = normal((200, 512), 1, jnp.bfloat16)
+    with jax.default_device(devices[0]):
+        for flags in ({}, {"hadamard": True}, {"group_sizes": sizes}):
+            quantize = jax.jit(functools.partial(fp4.quantize_transpose, **flags))
+            want = on(cpu, quantize, x)
+            for device in (devices[1], devices[0], devices[1]):
+                got = quantize(jax.device_put(x, device))
+                assert all(leaf.devices() == {device} for leaf in (got[0].codes, got[1].codes))
+                assert_same(got, want, flags)
+                back = jax.jit(fp4.dequantize)(got[0])
+                assert back.devices() == {device}
+                assert_same(back, on(cpu, jax.jit(fp4.dequantize), want[0]))
 
 
 def test_a_named_handler_runs_or_raises(gpu, cpu):

@@ -40,18 +40,6 @@ struct QuantizeProblem {
   StoredForm column;            // blocks along m, stored transposed
 };
 
-// codes [batch, rows, blocks * 8], block_scale [batch, rows, blocks] -> out [batch, rows, extent].
-struct DequantizeProblem {
-  const uint8_t* codes;
-  const uint8_t* block_scale;
-  const float* amax;  // [batch] or [batch, rows]; null = code times block scale
-  bool row_scaled;
-  int32_t bound;
-  int64_t batch, rows, blocks, extent;
-  void* out;
-  DType out_dtype;
-};
-
 // Work is cut into items that may run in any order and on any thread: every output byte belongs to
 // one item.
 constexpr int64_t kItemBlocks = 2048;  // blocks of an item of the row-wise form alone

@@ -234,8 +234,6 @@ bool quantize_in_block_order(const QuantizeProblem& p) {
   return p.row.wanted && !p.column.wanted && p.tile == 1;
 }
 
-int64_t grouped_blocks(int64_t m, int64_t groups) { return (m + (kBlock - 1) * groups) / kBlock; }
-
 int64_t amax_count(const QuantizeCall& call, bool row_wise) {
   const int64_t parts = call.batch * call.groups;
   if (!call.entry.row_scaled) return parts;

@@ -25,10 +25,6 @@ struct QuantizeCall {
   const float* given_column_amax;
 };
 
-// Blocks of a stored row of the column-wise form that hold m rows, whatever the sizes of so many
-// groups.
-int64_t grouped_blocks(int64_t m, int64_t groups);
-
 // Values in the amaxes of a form: one a matrix; under row scaling [batch, m] of the row-wise form,
 // and k a matrix of the column-wise one.
 int64_t amax_count(const QuantizeCall& call, bool row_wise);

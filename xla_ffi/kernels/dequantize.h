@@ -11,18 +11,6 @@
 
 namespace jax_fp4::cuda {
 
-// codes [batch, rows, blocks * 8], block_scale [batch, rows, blocks] -> out [batch, rows, extent].
-struct DequantizeProblem {
-  const uint8_t* codes;
-  const uint8_t* block_scale;
-  const float* amax;  // [batch] or [batch, rows]; null = code times block scale, the product form
-  bool row_scaled;
-  int32_t bound;
-  int64_t batch, rows, blocks, extent;  // extent <= blocks * 16
-  void* out;
-  DType out_dtype;
-};
-
 int64_t scratch_bytes(const DequantizeProblem& problem);  // 0
 
 cudaError_t launch_dequantize(const DequantizeProblem& problem, void* scratch, cudaStream_t stream);

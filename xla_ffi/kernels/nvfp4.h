@@ -52,6 +52,12 @@ constexpr uint32_t kHadamardSigns = 0xD7E8u;  // bit i: element i is negated fir
 
 JAX_FP4_FN int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Blocks of a stored row of the column-wise form that hold m rows, whatever the sizes of so many
+// groups.
+JAX_FP4_FN int64_t grouped_blocks(int64_t m, int64_t groups) {
+  return (m + (kBlock - 1) * groups) / kBlock;
+}
+
 // What a lane type must offer. Bit patterns compared by lesser and greater are below 2^31.
 template <class F>
 struct Lanes;

@@ -216,8 +216,6 @@ int64_t lay_out_scratch(QuantizeTask& task, void* scratch) {
   return end;
 }
 
-int64_t grouped_blocks(int64_t m, int64_t groups) { return (m + (kBlock - 1) * groups) / kBlock; }
-
 int64_t amax_count(const QuantizeProblem& p, bool row_wise) {
   const int64_t matrices = p.batch * p.groups;
   if (!p.row_scaled) return matrices;

@@ -20,7 +20,8 @@
 namespace jax_fp4::cuda {
 
 // One stored form. Row-wise: codes [batch, m, blocks * 8], block_scale [batch, m, blocks], blocks =
-// ceil(k / 16). Column-wise: m and k change places; grouped, blocks = grouped_blocks(m, groups).
+// ceil(k / 16). Column-wise: m and k change places; grouped, blocks = grouped_blocks(m, groups)
+// of nvfp4.h.
 struct StoredForm {
   bool wanted;
   bool hadamard;            // column-wise only; not with tile 16 under four_over_six
@@ -59,10 +60,6 @@ struct QuantizeProblem {
   // where the block is NaN. Null = not wanted. Needs row.wanted.
   uint16_t* values;
 };
-
-// Blocks of a stored row of the column-wise form that hold m rows, whatever the sizes of so many
-// groups.
-int64_t grouped_blocks(int64_t m, int64_t groups);
 
 // Values in the amaxes of a form: one a matrix (batch * groups of them); under row scaling
 // batch * m of the row-wise form, and k a matrix of the column-wise one.

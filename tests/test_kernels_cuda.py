@@ -1,0 +1,86 @@
+"""The CUDA kernels compile for every architecture that they promise, without a warning and, on Hopper, without spills.
+
+No GPU is needed, only nvcc: the build of the extension asks for it, and a machine that tests on CPU may have it too.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "xla_ffi" / "kernels").glob("*.cu"))
+CMAKE = (ROOT / "xla_ffi" / "CMakeLists.txt").read_text()
+
+
+def setting(pattern: str, text: str = CMAKE) -> str:
+    found = re.search(pattern, text)
+    assert found is not None, pattern
+    return found[1]
+
+
+ARCHS = setting(r'set\(JAX_FP4_CUDA_ARCHS "([^"]*)"', (ROOT / "CMakeLists.txt").read_text()).split(";")
+# As CMake compiles them in a release; warnings of nvcc, ptxas and the host compiler are errors here.
+FLAGS = [
+    "-std=c++" + setting(r"set\(CMAKE_CUDA_STANDARD (\d+)\)"),
+    *("-O3", "-DNDEBUG"),
+    *setting(r"set\(cuda_exact ([^)]*)\)").split(),
+    setting(r"target_compile_options\(jax_fp4_cuda_kernels PRIVATE \S+ (-Xcompiler=[^)]*)\)") + ",-Werror",
+    "-Werror=all-warnings",
+]
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> str:
+    found = shutil.which(os.environ.get("CUDACXX", "nvcc"))
+    if found is None:
+        if "nvcc" in os.environ.get("JAX_FP4_REQUIRE", ""):
+            pytest.fail("JAX_FP4_REQUIRE names nvcc, and there is none on PATH")
+        pytest.skip("needs nvcc (or CUDACXX) on PATH, which the build of the CUDA extension needs too")
+    return found
+
+
+def test_the_architectures_are_those_of_the_wheel():
+    # pip's defaults, which pass through pyproject.toml, and CMake's.
+    assert f'default = "{";".join(ARCHS)}"' in (ROOT / "pyproject.toml").read_text()
+    assert ARCHS == ["80", "89", "90a", "100a", "103a", "120a"]
+
+
+# About 20 s of one core each. Down to machine code, since inline PTX is text to everything before ptxas; and optimised
+# as in the build, since ptxas -O0 saves a tenth to a third only. What is saved is the host's half: its warnings are the
+# same for every architecture, so one of them makes an object file.
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_compile(nvcc, arch, tmp_path):
+    assert SOURCES
+    for source in SOURCES:
+        hopper = arch == "90a"
+        # The tile kernels are tuned to the registers they have there: a spill is the first sign of a slower kernel.
+        spills = ["-Xptxas=-warn-spills"] if hopper and "tiles" in source.stem else []
+        target = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-c" if hopper else "-cubin"]
+        command = [nvcc, *FLAGS, *spills, *target, str(source), "-o", str(tmp_path / source.stem)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{source.name} for sm_{arch}\n{done.stdout}{done.stderr}"
+
+
+def test_a_spill_is_seen(nvcc, tmp_path):
+    """The check above can fail: a kernel that needs more registers than its bounds leave it."""
+    source = tmp_path / "spill.cu"
+    source.write_text("""
+        __global__ void __launch_bounds__(1024, 2) spill(float* p) {
+          float a[64];
+        #pragma unroll
+          for (int i = 0; i < 64; ++i) a[i] = p[i * 1024 + threadIdx.x];
+          __syncthreads();
+        #pragma unroll
+          for (int i = 0; i < 64; ++i) p[i * 1024 + threadIdx.x] = a[i] * a[(i + 31) % 64];
+        }
+    """)
+    command = [nvcc, *FLAGS, "-gencode=arch=compute_90a,code=sm_90a", "-cubin", str(source), "-o", str(tmp_path / "o")]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    done = subprocess.run([*command, "-Xptxas=-warn-spills"], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "spill" in done.stderr
