@@ -71,7 +71,7 @@ struct Memory {
   void* scratch;
 
   explicit Memory(int64_t count) : elements(count) {
-    x_half = allocate<uint8_t>(2 * count);
+    x_half = allocate<uint8_t>(4 * count);
     x_float = allocate<uint8_t>(4 * count);
     out = allocate<uint8_t>(4 * count);
     copy_from = x_float;
@@ -94,7 +94,8 @@ struct Memory {
       half[i] = static_cast<uint16_t>(*reinterpret_cast<const uint32_t*>(&whole[i]) >> 16);
     }
     for (size_t i = 0; i < static_cast<size_t>(elements); i += some) {
-      check(cudaMemcpy(x_half + 2 * i, half.data(), 2 * some, cudaMemcpyHostToDevice));
+      for (int64_t half_of : {int64_t{0}, 2 * elements})
+        check(cudaMemcpy(x_half + half_of + 2 * i, half.data(), 2 * some, cudaMemcpyHostToDevice));
       check(cudaMemcpy(x_float + 4 * i, whole.data(), 4 * some, cudaMemcpyHostToDevice));
     }
     std::vector<float> amaxes(1 << 22, 5.5f);
@@ -111,6 +112,7 @@ struct Variant {
   bool row, column, values, given, hadamard, random, row_scaled;
   int32_t tile;
   int64_t groups;  // 0 = not grouped
+  bool swiglu;     // x is made of its gate and linear columns
 };
 
 constexpr Variant kVariants[] = {
@@ -128,6 +130,9 @@ constexpr Variant kVariants[] = {
     {"row-scaled, given", 3.125, DType::kBF16, 1, 1, 0, 1, 0, 0, 1, 1, 0},
     {"row-scaled, computed", 5.125, DType::kBF16, 1, 1, 0, 0, 0, 0, 1, 1, 0},
     {"64 groups uneven, computed", 5.125, DType::kBF16, 1, 1, 0, 0, 0, 0, 0, 1, 64},
+    {"swiglu, 1 group, computed", 9.125, DType::kBF16, 1, 1, 0, 0, 0, 0, 0, 1, 1, true},
+    {"swiglu, 64 groups, computed", 9.125, DType::kBF16, 1, 1, 0, 0, 0, 0, 0, 1, 64, true},
+    {"swiglu, Hadamard, 64 groups", 9.125, DType::kBF16, 1, 1, 0, 0, 1, 0, 0, 1, 64, true},
 };
 
 // Sizes that add up to m, unevenly.
@@ -167,7 +172,8 @@ cuda::QuantizeProblem problem(const Memory& memory, const Variant& v, int64_t m,
   const int64_t row_blocks = p.grouped ? grouped_blocks(m, v.groups) : (m + 15) / 16;
   const int64_t size = m * k;
   p.x = (v.x_dtype == DType::kF32 ? memory.x_float + 4 * copy * size
-                                  : memory.x_half + 2 * copy * size);
+                                  : memory.x_half + (v.swiglu ? 4 : 2) * copy * size);
+  if (v.swiglu) p.activation.kind = Activation::kSwiglu;
   uint8_t* out = memory.out + copy * 4 * size;
   const float* given = v.given ? memory.amax : nullptr;
   p.row = {v.row || v.values, false,   ErrorNorm::kNone,        448,  (k + 15) / 16,

@@ -6,6 +6,7 @@ The only file that spells a target. The wrappers take what the functions of `ref
 import importlib.util
 from dataclasses import replace
 from types import ModuleType
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import batching, mlir
-from jaxtyping import Array, Float, Int32, UInt32
+from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 from jax_fp4 import _cpu
 from jax_fp4._errors import UnsupportedError
@@ -46,6 +47,12 @@ def cuda_archs() -> str:
 
 _COMPUTE = {"float32": 0, "bfloat16": 1, "float16": 2}
 _FOUR_OVER_SIX = {"": 0, "MAE": 1, "MSE": 2}
+_ACTIVATIONS = {
+    name: number
+    for number, name in enumerate(
+        ("swiglu", "geglu", "clamped_qgeglu", "situ_glu", "silu", "gelu", "relu", "squared_relu"), start=1
+    )
+}
 
 
 def quantize(
@@ -80,6 +87,64 @@ def quantize_transpose(
         (*_results(x, q, -1, group_sizes), *_results(x, q, 0, group_sizes)),
         (x, *amaxes, *_seed_and_groups(x, seed, group_sizes)),
         **_attributes(q, amax, group_sizes),
+    )
+
+
+@runtime_checkable
+class Activated(Protocol):
+    """An `_activations.Activation`: its name, and the constants that the name uses."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def limit(self) -> float | None: ...
+    @property
+    def alpha(self) -> float | None: ...
+    @property
+    def offset(self) -> float | None: ...
+    @property
+    def beta1(self) -> float | None: ...
+    @property
+    def beta2(self) -> float | None: ...
+
+
+def activate_quantize(
+    h: Float[Array, "*b m h"],
+    weights: Float32[Array, "*b m"] | None,
+    group_sizes: Int32[Array, "*b g"] | None,
+    q: Quantization,
+    activation: Activated,
+):
+    """-> codes, block_scale, amax along q.axis of the activation of h times the rows' weights. CUDA only."""
+    x = _activated(h, activation)
+    return _call(
+        "jax_fp4_activate_quantize",
+        _results(x, q, q.axis, group_sizes),
+        (h, _operand(weights, x, jnp.float32), _operand(None, x, jnp.float32), *_seed_and_groups(x, None, group_sizes)),
+        axis=np.int32(q.axis),
+        **_attributes(q, None, group_sizes),
+        **_activation_attributes(activation, weights),
+    )
+
+
+def activate_quantize_transpose(
+    h: Float[Array, "*b m h"],
+    weights: Float32[Array, "*b m"] | None,
+    group_sizes: Int32[Array, "*b g"] | None,
+    q: Quantization,
+    activation: Activated,
+):
+    """-> the same row-wise, then column-wise."""
+    x = _activated(h, activation)
+    amaxes = (_operand(None, x, jnp.float32),) * 2
+    return _call(
+        "jax_fp4_activate_quantize_transpose",
+        (*_results(x, q, -1, group_sizes), *_results(x, q, 0, group_sizes)),
+        (h, _operand(weights, x, jnp.float32), *amaxes, *_seed_and_groups(x, None, group_sizes)),
+        **_attributes(q, None, group_sizes),
+        **_activation_attributes(activation, weights),
     )
 
 
@@ -122,6 +187,21 @@ def _results(x, q: Quantization, axis: int, group_sizes):
         jax.ShapeDtypeStruct(scale_shape(batch, rows, extent), jnp.float8_e4m3fn),
         jax.ShapeDtypeStruct(amax_shape(batch, rows, replace(q, axis=axis), groups), jnp.float32),
     )
+
+
+def _activated(h, activation: Activated) -> jax.ShapeDtypeStruct:
+    """What is quantized in the place of h."""
+    columns = h.shape[-1] // 2 if activation.gated else h.shape[-1]
+    return jax.ShapeDtypeStruct((*h.shape[:-1], columns), h.dtype)
+
+
+def _activation_attributes(activation: Activated, weights) -> dict[str, np.generic]:
+    names = ("limit", "alpha", "offset", "beta1", "beta2")
+    return {
+        "activation": np.int32(_ACTIVATIONS[activation.name]),
+        **{name: np.float32(getattr(activation, name) or 0) for name in names},
+        "weighted": np.bool_(weights is not None),
+    }
 
 
 def _attributes(q: Quantization, amax, group_sizes) -> dict[str, np.generic]:

@@ -20,6 +20,7 @@ from jax_fp4._arguments import check_float, check_group_sizes, key_words
 from jax_fp4._dense import check_bias, check_kernel, check_padding, check_x, kernel_dtype, require_key
 from jax_fp4._errors import message
 from jax_fp4._modes import Needs, Residuals, is_frozen, mode_of
+from jax_fp4._ops import Made
 from jax_fp4._products import dots_with_groups, sum_of_groups
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, resolve, why_unquantized
 from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
@@ -169,7 +170,8 @@ def _forward(arguments: Arguments, seeds, group_sizes, static: Static, needs_in:
     first = _modes.residuals(x, w_in, seed, qx, qw, recipe, needs_in, group_sizes)
 
     a = _weighted(static.activation(h.astype(jnp.float32)), probs).astype(dtype)
-    qa, qw = _modes.operands(a, w_out, out_recipe, needs_out, group_sizes)
+    # Where it is quantized, CUDA makes it of h in the same kernels; no mode keeps it, so it is never written there.
+    qa, qw = _modes.operands(a, w_out, out_recipe, needs_out, group_sizes, Made(h, probs, static.activation))
     weights = None if probs is None or b_out is None else probs.astype(jnp.float32)
     y = _modes.multiply(qa, qw, dtype, group_sizes, compute=dtype, bias=b_out, bias_weights=weights)
     second = _modes.residuals(a, w_out, out_seed, qa, qw, out_recipe, needs_out, group_sizes)

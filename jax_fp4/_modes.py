@@ -11,7 +11,7 @@ from jax_fp4 import reference
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
 from jax_fp4._formats import BLOCK, padded
-from jax_fp4._ops import quantize, quantize_transpose
+from jax_fp4._ops import Made, quantize, quantize_made, quantize_transpose
 from jax_fp4._products import grouped_product, product
 from jax_fp4._recipe import BackwardMode, Recipe
 from jax_fp4._rules import is_kept, keep
@@ -44,13 +44,17 @@ class Planes(NamedTuple):
     backward: QuantizedTensor | None = None
 
 
-def planes_of_x(x: Float[Array, "m k"], recipe: Recipe, both: bool, group_sizes=None) -> Planes:
+def planes_of_x(
+    x: Float[Array, "m k"], recipe: Recipe, both: bool, group_sizes=None, made: Made | None = None
+) -> Planes:
     """Q(x) row-wise and, in the same pass, column-wise for the default weight gradient."""
     flags: dict[str, Any] = dict(
         row_scaled=recipe.row_scaled_activation,
         four_over_six=recipe.four_over_six_of("activations"),
         group_sizes=group_sizes,
     )
+    if made is not None:
+        return Planes(*quantize_made(x, made, both=both, hadamard=recipe.hadamard, **flags))
     return Planes(*quantize_transpose(x, hadamard=recipe.hadamard, **flags)) if both else Planes(quantize(x, **flags))
 
 
@@ -73,12 +77,15 @@ def mode_of(recipe: Recipe | None) -> BackwardMode:
     return BackwardMode.UNQUANT if recipe is None else recipe.mode
 
 
-def operands(x, kernel: Any, recipe: Recipe | None, needs: Needs, group_sizes=None) -> tuple[Planes, Planes]:
-    """Q(x) and Q(w): what y = x w multiplies, and with it what only the default backward reads."""
+def operands(
+    x, kernel: Any, recipe: Recipe | None, needs: Needs, group_sizes=None, made: Made | None = None
+) -> tuple[Planes, Planes]:
+    """Q(x) and Q(w): what y = x w multiplies, and with it what only the default backward reads. made: what x is made
+    of, where that is known."""
     if recipe is None:
         return Planes(x), Planes(along_k(kernel) if is_frozen(kernel) else kernel)
     default = recipe.mode is BackwardMode.DEFAULT
-    qx = planes_of_x(x, recipe, both=default and needs.kernel, group_sizes=group_sizes)
+    qx = planes_of_x(x, recipe, default and needs.kernel, group_sizes, made)
     return qx, planes_of_kernel(kernel, recipe, x.dtype, both=default and needs.x)
 
 

@@ -3,11 +3,12 @@
 import functools
 import math
 from functools import partial
-from typing import Literal, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from jax_fp4 import _ffi, _groups, _record, reference
 from jax_fp4._arguments import (
@@ -118,6 +119,36 @@ def quantize_transpose(
     _note(op, tensor, q, (-1, 0), implementation)
     result = run(tensor.x, *given, seed_words(op, key, tensor), tensor.group_sizes)
     return tensor.pack(result[:3], q, -1), tensor.pack(result[3:], q, 0)
+
+
+class Made(NamedTuple):
+    """What an operand is made of: activation(h) in float32, times the weight of each row, rounded to h's dtype."""
+
+    h: Float[Array, "m h"]
+    weights: Float[Array, " m"] | None
+    activation: _ffi.Activated
+
+
+def quantize_made(
+    x: Float[Array, "m k"], made: Made, *, both: bool, hadamard: bool = False, row_scaled, four_over_six, group_sizes
+) -> tuple[QuantizedTensor, ...]:
+    """(`quantize` of x,), or `quantize_transpose` of x if `both`, where x is what `made` says.
+
+    On CUDA it is made in the kernels, from h, where they do so as fast as they read: x, where nothing else reads it, is
+    then dead code and never written. Its bits are those of x up to the last bits of exp and tanh, of which a CUDA
+    program has two. Elsewhere x is quantized.
+    """
+    op = "quantize_transpose" if both else "quantize"
+    q = quantization(
+        op, x, "nvfp4", -1, (1, BLOCK), row_scaled, hadamard and both, None, four_over_six, None, group_sizes
+    )
+    tensor = Tensor.of(op, x, 0, group_sizes, None)
+    axes = (-1, 0) if both else (-1,)
+    _note(op, tensor, q, axes, None)
+    fast = group_sizes is not None and made_fast(x, made.activation, q)
+    run = _made(op, is_strict(), q, made.activation if fast else None)
+    result = run(tensor.x, made.h, made.weights, tensor.group_sizes)
+    return tuple(tensor.pack(result[3 * i : 3 * i + 3], q, axis) for i, axis in enumerate(axes))
 
 
 def _amax_pair(op: str, amax, q: Quantization):
@@ -243,6 +274,33 @@ def _implementation(op: str, implementation: Implementation, strict: bool, **sta
         case _:
             assert_never(implementation)
     choose = partial(jax.lax.platform_dependent, **dict.fromkeys(platforms, native), default=otherwise)
+    return jax.jit(_undifferentiable(op, choose), inline=True)
+
+
+def made_fast(x: Float[Array, "m k"], activation: _ffi.Activated, q: Quantization) -> bool:
+    """Whether the tile kernel (quantize_tiles.cu) makes x; others would take longer than the passes that are saved."""
+    plain = not q.row_scaled and not q.four_over_six
+    return activation.gated and plain and x.dtype == jnp.bfloat16 and x.shape[-1] % (2 * BLOCK) == 0
+
+
+@functools.cache
+def _made(op: str, strict: bool, q: Quantization, activation: _ffi.Activated | None):
+    """x, h, weights, group_sizes -> what `op` makes of x; on CUDA, with an activation, of h."""
+    absent = (None,) * (3 if op == "quantize_transpose" else 2)  # amaxes and seed
+    quantized = _implementation(op, None, strict, q=q)
+
+    def otherwise(x, h, weights, group_sizes):
+        return quantized(x, *absent, group_sizes)
+
+    if _ffi.cuda_missing or activation is None:
+        return otherwise
+    native = _ffi.activate_quantize_transpose if op == "quantize_transpose" else _ffi.activate_quantize
+
+    def fused(x, h, weights, group_sizes):
+        weights = None if weights is None else weights.astype(jnp.float32)
+        return native(h, weights, group_sizes, q, activation)
+
+    choose = partial(jax.lax.platform_dependent, cuda=fused, default=otherwise)
     return jax.jit(_undifferentiable(op, choose), inline=True)
 
 

@@ -1,6 +1,7 @@
 """What is lowered for CUDA, seen without a GPU: one trace has the custom calls of the platform it is lowered for."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 
 import jax_fp4 as fp4
 from jax_fp4 import _ffi, _ops
+from jax_fp4._activations import NAMES
 
 
 @pytest.fixture(params=[True, False], ids=["with extension", "without"])
@@ -23,12 +25,16 @@ def extension(request, monkeypatch):
 def _forget():
     """Traces made for the other kind of installation."""
     _ops._implementation.cache_clear()
+    _ops._made.cache_clear()
     jax.clear_caches()
 
 
 def calls(function, *arguments, platform="cuda"):
-    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
-    return re.findall(r"custom_call @(jax_fp4_\w+)", text)
+    return re.findall(r"custom_call @(jax_fp4_\w+)", lowered(function, *arguments, platform=platform))
+
+
+def lowered(function, *arguments, platform="cuda"):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
 X = jnp.ones((32, 64), jnp.bfloat16)
@@ -63,6 +69,71 @@ def test_a_layer_and_its_gradient(extension):
 
     found = calls(jax.grad(loss, argnums=(0, 1)), w, X)
     assert found.count("jax_fp4_quantize_transpose") == 3 * extension
+
+
+# One layer with a second input [32, 96], which nothing else has the shape of.
+MLP = dict(w_in=jnp.ones((2, 64, 192)), w_out=jnp.ones((2, 96, 80)), probs=jnp.ones(32))
+
+
+def mlp(mode, x, w_in, w_out, probs):
+    recipe, key = fp4.NVFP4BlockScaling(mode), np.zeros(2, np.uint32)
+    y = fp4.grouped_mlp(x, w_in, w_out, SIZES, probs=probs, recipe=recipe, key=key)
+    return jnp.sum(y.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("mode", ["default", "unquant", "dequant"])
+def test_grouped_mlp_makes_its_second_input_in_the_quantizer(extension, mode):
+    """On CUDA one call reads h in the place of the one that reads the second input, of which nothing is left; on CPU
+    there are the calls of before, in their order."""
+    both = "_transpose" * (mode == "default")
+    for function, suffix in (
+        (lambda *a: mlp(mode, *a), ""),
+        (jax.value_and_grad(lambda *a: mlp(mode, *a), argnums=(0, 1, 2, 3)), both),
+    ):
+        text = {platform: lowered(function, X, *MLP.values(), platform=platform) for platform in ("cuda", "cpu")}
+        fused, plain = f"jax_fp4_activate_quantize{suffix}", f"jax_fp4_quantize{suffix}"
+        quantized = {p: re.findall(r"custom_call @(jax_fp4_\w*quantize\w*)\(.*: \(tensor<([^>]*)>", t)
+                     for p, t in text.items()}  # fmt: skip
+        assert quantized["cpu"].count((plain, "32x96xbf16")) == 1
+        assert not any("activate" in target for target, _ in quantized["cpu"])
+        wanted = [(fused, "32x192xbf16") if call == (plain, "32x96xbf16") else call for call in quantized["cpu"]]
+        if extension:
+            assert quantized["cuda"] == wanted
+        else:
+            assert not quantized["cuda"]
+
+
+def test_the_second_input_is_written_nowhere_on_cuda(extension):
+    """Its value is read by no instruction of the forward: XLA removes it."""
+    text = lowered(lambda *a: mlp("dequant", *a), X, *MLP.values())
+    made = re.search(r"(%\w+) = stablehlo.convert .*tensor<32x96xf32>\) -> tensor<32x96xbf16>", text)
+    assert made is not None
+    rest = text[made.end() :].split("func.func")[0]  # names are those of one function
+    assert (re.search(rf"{made[1]}\b", rest) is None) is extension
+
+
+def test_a_second_product_that_is_not_quantized_is_as_before(extension):
+    recipe = fp4.NVFP4BlockScaling("dequant")
+    layer = lambda x: fp4.grouped_mlp(  # noqa: E731
+        x, group_sizes=SIZES, recipe=recipe, out_recipe=fp4.HIGH_PRECISION, **MLP
+    )
+    assert not any("activate" in call for call in calls(layer, X))
+
+
+def test_the_kernels_number_the_activations_as_python_does():
+    header = (Path(__file__).resolve().parent.parent / "xla_ffi" / "kernels" / "types.h").read_text()
+    enum = re.search(r"enum class Activation[^{]*{([^}]*)}", header)
+    assert enum is not None
+    numbers = {name: int(number) for name, number in re.findall(r"k(\w+) = (\d+)", enum[1])}
+    assert numbers.pop("None") == 0
+    assert {re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower(): number for name, number in numbers.items()} == (
+        _ffi._ACTIVATIONS
+    )
+    assert tuple(_ffi._ACTIVATIONS) == NAMES
+    last = re.search(r"kLastGated = Activation::k(\w+);", header)
+    assert last is not None
+    gated = [fp4.Activation(name).gated for name in NAMES]
+    assert gated == [number <= numbers[last[1]] for number in _ffi._ACTIVATIONS.values()]
 
 
 def test_strict_and_named_implementations(extension):

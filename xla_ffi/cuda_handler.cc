@@ -9,6 +9,19 @@
 #include "kernels/quantize_transpose.h"
 
 namespace jax_fp4 {
+
+// The attributes of activate_quantize_transpose: those of quantize_transpose of what is made of h.
+struct ActivateAttributes : QuantizeAttributes {
+  int32_t activation;
+  float limit, alpha, offset, beta1, beta2;
+  bool weighted;
+};
+
+// Those of activate_quantize.
+struct AxisActivateAttributes : ActivateAttributes {
+  int32_t axis;
+};
+
 namespace {
 
 // Makes the device of the call current while it lives.
@@ -94,6 +107,11 @@ cuda::StoredForm stored_form(const FormBuffers& from) {
   return form;
 }
 
+void check_axis(Checks& checks, int32_t axis, bool hadamard) {
+  checks.require(axis == -1 || axis == 0, "attribute axis is not -1 or 0");
+  checks.require(!(hadamard && axis == -1), "hadamard needs axis 0");
+}
+
 ffi::Error quantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch,
                          ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::AnyBuffer seed,
                          ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> codes,
@@ -102,8 +120,7 @@ ffi::Error quantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAlloc
                          const AxisQuantizeAttributes& attributes) {
   constexpr const char* op = "jax_fp4_quantize";
   Checks checks(op);
-  checks.require(attributes.axis == -1 || attributes.axis == 0, "attribute axis is not -1 or 0");
-  checks.require(!(attributes.hadamard && attributes.axis == -1), "hadamard needs axis 0");
+  check_axis(checks, attributes.axis, attributes.hadamard);
   const QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
   if (!checks.ok()) return checks.error();
   const bool along_k = attributes.axis == -1;
@@ -126,6 +143,74 @@ ffi::Error quantize_transpose_impl(
   const QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
   if (!checks.ok()) return checks.error();
   cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
+  problem.row = stored_form(
+      check_form(checks, operands, attributes, true, "", amax, *codes, *block_scale, *amax_out));
+  problem.column = stored_form(check_form(checks, operands, attributes, false, "_t", amax_t,
+                                          *codes_t, *block_scale_t, *amax_t_out));
+  if (!checks.ok()) return checks.error();
+  return launch(op, cuda::launch_quantize_transpose, problem, scratch, ordinal, stream);
+}
+
+// Checks h [*B, m, 2 k] or [*B, m, k] and weights [*B, m] or [*B, 0], and makes of operands of h
+// those of x [*B, m, k].
+cuda::ActivatedInput check_activation(Checks& checks, const ffi::AnyBuffer& weights,
+                                      const ActivateAttributes& a, QuantizeOperands& o) {
+  cuda::ActivatedInput input = {};
+  checks.require(a.activation > 0 && a.activation <= static_cast<int32_t>(Activation::kSquaredRelu),
+                 "attribute activation is not 1 to 8");
+  if (!checks.ok()) return input;
+  input.kind = static_cast<Activation>(a.activation);
+  if (input.kind <= kLastGated) {
+    checks.require(o.k % 2 == 0, "h has an odd last axis; needs [*B, m, 2 k]");
+    o.k /= 2;
+  }
+  o.k_total = a.k_total < 0 ? o.k : a.k_total;
+  checks.shape("weights", weights, ffi::DataType::F32, o.batch_shape, {a.weighted ? o.m : 0});
+  input.limit = a.limit;
+  input.alpha = a.alpha;
+  input.offset = a.offset;
+  input.beta1 = a.beta1;
+  input.beta2 = a.beta2;
+  input.weights = a.weighted ? static_cast<const float*>(weights.untyped_data()) : nullptr;
+  return input;
+}
+
+ffi::Error activate_quantize_impl(cudaStream_t stream, int32_t ordinal,
+                                  ffi::ScratchAllocator scratch, ffi::AnyBuffer h,
+                                  ffi::AnyBuffer weights, ffi::AnyBuffer amax, ffi::AnyBuffer seed,
+                                  ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> codes,
+                                  ffi::Result<ffi::AnyBuffer> block_scale,
+                                  ffi::Result<ffi::AnyBuffer> amax_out,
+                                  const AxisActivateAttributes& attributes) {
+  constexpr const char* op = "jax_fp4_activate_quantize";
+  Checks checks(op);
+  check_axis(checks, attributes.axis, attributes.hadamard);
+  QuantizeOperands operands = check_operands(checks, h, seed, group_sizes, attributes);
+  const cuda::ActivatedInput activation = check_activation(checks, weights, attributes, operands);
+  if (!checks.ok()) return checks.error();
+  const bool along_k = attributes.axis == -1;
+  cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
+  problem.activation = activation;
+  (along_k ? problem.row : problem.column) = stored_form(
+      check_form(checks, operands, attributes, along_k, "", amax, *codes, *block_scale, *amax_out));
+  if (!checks.ok()) return checks.error();
+  return launch(op, cuda::launch_quantize_transpose, problem, scratch, ordinal, stream);
+}
+
+ffi::Error activate_quantize_transpose_impl(
+    cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch, ffi::AnyBuffer h,
+    ffi::AnyBuffer weights, ffi::AnyBuffer amax, ffi::AnyBuffer amax_t, ffi::AnyBuffer seed,
+    ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> codes,
+    ffi::Result<ffi::AnyBuffer> block_scale, ffi::Result<ffi::AnyBuffer> amax_out,
+    ffi::Result<ffi::AnyBuffer> codes_t, ffi::Result<ffi::AnyBuffer> block_scale_t,
+    ffi::Result<ffi::AnyBuffer> amax_t_out, const ActivateAttributes& attributes) {
+  constexpr const char* op = "jax_fp4_activate_quantize_transpose";
+  Checks checks(op);
+  QuantizeOperands operands = check_operands(checks, h, seed, group_sizes, attributes);
+  const cuda::ActivatedInput activation = check_activation(checks, weights, attributes, operands);
+  if (!checks.ok()) return checks.error();
+  cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
+  problem.activation = activation;
   problem.row = stored_form(
       check_form(checks, operands, attributes, true, "", amax, *codes, *block_scale, *amax_out));
   problem.column = stored_form(check_form(checks, operands, attributes, false, "_t", amax_t,
@@ -157,6 +242,16 @@ auto in_context() {
 }  // namespace
 }  // namespace jax_fp4
 
+// The members of ActivateAttributes, in their order.
+#define JAX_FP4_ACTIVATE_ATTRIBUTES                                                               \
+  JAX_FP4_QUANTIZE_ATTRIBUTES, StructMember<int32_t>("activation"), StructMember<float>("limit"), \
+      StructMember<float>("alpha"), StructMember<float>("offset"), StructMember<float>("beta1"),  \
+      StructMember<float>("beta2"), StructMember<bool>("weighted")
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp4::ActivateAttributes, JAX_FP4_ACTIVATE_ATTRIBUTES);
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp4::AxisActivateAttributes, JAX_FP4_ACTIVATE_ATTRIBUTES,
+                                      StructMember<int32_t>("axis"));
+
 using xla::ffi::AnyBuffer;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_quantize, jax_fp4::quantize_impl,
@@ -185,6 +280,37 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_quantize_transpose, jax_fp4::quantize
                                   .Ret<AnyBuffer>()  // block_scale_t
                                   .Ret<AnyBuffer>()  // amax_t
                                   .Attrs<jax_fp4::QuantizeAttributes>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_activate_quantize, jax_fp4::activate_quantize_impl,
+                              jax_fp4::in_context()
+                                  .Arg<AnyBuffer>()  // h
+                                  .Arg<AnyBuffer>()  // weights
+                                  .Arg<AnyBuffer>()  // amax
+                                  .Arg<AnyBuffer>()  // seed
+                                  .Arg<AnyBuffer>()  // group_sizes
+                                  .Ret<AnyBuffer>()  // codes
+                                  .Ret<AnyBuffer>()  // block_scale
+                                  .Ret<AnyBuffer>()  // amax
+                                  .Attrs<jax_fp4::AxisActivateAttributes>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_activate_quantize_transpose,
+                              jax_fp4::activate_quantize_transpose_impl,
+                              jax_fp4::in_context()
+                                  .Arg<AnyBuffer>()  // h
+                                  .Arg<AnyBuffer>()  // weights
+                                  .Arg<AnyBuffer>()  // amax
+                                  .Arg<AnyBuffer>()  // amax_t
+                                  .Arg<AnyBuffer>()  // seed
+                                  .Arg<AnyBuffer>()  // group_sizes
+                                  .Ret<AnyBuffer>()  // codes
+                                  .Ret<AnyBuffer>()  // block_scale
+                                  .Ret<AnyBuffer>()  // amax
+                                  .Ret<AnyBuffer>()  // codes_t
+                                  .Ret<AnyBuffer>()  // block_scale_t
+                                  .Ret<AnyBuffer>()  // amax_t
+                                  .Attrs<jax_fp4::ActivateAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_dequantize, jax_fp4::dequantize_impl,

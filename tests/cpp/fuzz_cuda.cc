@@ -7,7 +7,8 @@
 //
 // Cases are those of cases.h. Outputs and scratch are poisoned with 0x7F, and stand between guards
 // that must survive. Two cases run at once on two streams; then each is captured in a CUDA graph
-// and replayed on other data: another x, other amaxes, other group sizes.
+// and replayed on other data: another x, other amaxes, other group sizes. Activations are held to
+// the CPU kernels on arguments for which exp and tanh are exact.
 #include <cuda_runtime_api.h>
 
 #include "../../xla_ffi/kernels/dequantize.h"
@@ -103,6 +104,14 @@ size_t amaxes_of(const QuantizeCall& call, bool row_wise) {
 // What is asked of the device beyond the call of the CPU.
 enum class Values { kNone, kBeside, kAlone };
 
+// h and the rest that x, the x of a case, is made of on the device.
+struct Made {
+  cuda::ActivatedInput input = {};
+  DType h_dtype = DType::kF32;
+  Bytes h;
+  std::vector<float> weights;  // empty = none
+};
+
 cuda::QuantizeProblem shape_of(const Case& c, Values values) {
   const QuantizeCall& call = c.call;
   const QuantizeProblem& p = call.entry;
@@ -138,10 +147,11 @@ cuda::QuantizeProblem shape_of(const Case& c, Values values) {
 // One call with all its device memory.
 class DeviceCall {
  public:
-  DeviceCall(const Case& c, Values values)
+  DeviceCall(const Case& c, Values values, const Made* made = nullptr)
       : values_(values),
         problem_(shape_of(c, values)),
-        x_(c.x.size()),
+        x_(made == nullptr ? c.x.size() : made->h.size()),
+        weights_(made == nullptr ? 0 : 4 * made->weights.size()),
         seed_(4 * c.seed.size()),
         sizes_(4 * c.group_sizes.size()),
         row_(blocks_of(c.call, c.call.entry.row), amaxes_of(c.call, true)),
@@ -151,6 +161,11 @@ class DeviceCall {
                      : static_cast<size_t>(2 * problem_.batch * problem_.m * problem_.k)),
         scratch_(static_cast<size_t>(cuda::scratch_bytes(problem_))) {
     problem_.x = x_.as<void>();
+    if (made != nullptr) {
+      problem_.x_dtype = made->h_dtype;
+      problem_.activation = made->input;
+      problem_.activation.weights = made->weights.empty() ? nullptr : weights_.as<float>();
+    }
     problem_.seed = c.seed.empty() ? nullptr : seed_.as<uint32_t>();
     problem_.group_sizes = sizes_.as<int32_t>();
     attach(problem_.row, row_, c.given);
@@ -160,8 +175,9 @@ class DeviceCall {
   }
 
   // Data of a case with the same shapes.
-  void put(const Case& c) {
-    x_.put(c.x.data());
+  void put(const Case& c, const Made* made = nullptr) {
+    x_.put(made == nullptr ? c.x.data() : made->h.data());
+    if (made != nullptr) weights_.put(made->weights.data());
     seed_.put(c.seed.data());
     sizes_.put(c.group_sizes.data());
     if (c.call.entry.row.wanted) row_.given.put(c.row_amax.data());
@@ -247,7 +263,7 @@ class DeviceCall {
 
   Values values_;
   cuda::QuantizeProblem problem_;
-  Buffer x_, seed_, sizes_;
+  Buffer x_, weights_, seed_, sizes_;
   DeviceForm row_, column_;
   Buffer product_, scratch_;
 };
@@ -335,6 +351,110 @@ void test_dequantize(const Case& c, const Form& form, const StoredForm& stored, 
   }
 }
 
+// ---- Activations -----------------------------------------------------------------------------
+
+float value_of(const uint8_t* word, DType dtype) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, word, width_of(dtype));
+  switch (dtype) {
+    case DType::kF32:
+      return from_bits(bits);
+    case DType::kBF16:
+      return from_bits(bits << 16);
+    case DType::kF16: {
+      const int exponent = static_cast<int>(bits >> 10) & 31;
+      const float fraction = static_cast<float>(bits & 1023u) * 0x1p-10f;
+      const float most = fraction == 0 ? INFINITY : NAN;
+      const float size = exponent == 0    ? std::ldexp(fraction, -14)
+                         : exponent == 31 ? most
+                                          : std::ldexp(1 + fraction, exponent - 15);
+      return (bits >> 15) != 0 ? -size : size;
+    }
+  }
+  return 0;
+}
+
+// An argument, as a word, at which sigmoid is 0, .5 or 1 and tanh of a 25th is -1, 0 or 1.
+void put_saturated(uint8_t* word, DType dtype) {
+  const uint32_t exponent = static_cast<uint32_t>(draw(9, 14)), negative = chance(0.4);
+  uint32_t bits = 0;
+  if (dtype == DType::kF16) bits = negative << 15 | (exponent + 15) << 10;
+  if (dtype == DType::kBF16) bits = negative << 15 | (exponent + 127) << 7;
+  if (dtype == DType::kF32) bits = negative << 31 | (exponent + 127) << 23;
+  if (chance(0.1)) bits = 0;
+  std::memcpy(word, &bits, width_of(dtype));
+}
+
+float saturated_sigmoid(float x) { return x > 1 ? 1.0f : x < -1 ? 0.0f : 0.5f; }
+float saturated_tanh(float x) { return x > 1 ? 1.0f : x < -1 ? -1.0f : 0.0f; }
+
+float activated(const cuda::ActivatedInput& a, float x, float linear) {
+  switch (a.kind) {
+    case Activation::kNone:
+      break;
+    case Activation::kSwiglu:
+    case Activation::kGeglu:
+      return x * saturated_sigmoid(x) * linear;
+    case Activation::kClampedQgeglu: {
+      const float gate = std::min(x, a.limit);
+      const float clipped = linear < -a.limit ? -a.limit : linear > a.limit ? a.limit : linear;
+      return gate * saturated_sigmoid(gate) * (clipped + a.offset);
+    }
+    case Activation::kSituGlu:
+      return a.beta1 * saturated_tanh(x) * saturated_sigmoid(x) *
+             (a.beta2 * saturated_tanh(linear));
+    case Activation::kSilu:
+    case Activation::kGelu:
+      return x * saturated_sigmoid(x);
+    case Activation::kRelu:
+      return x <= 0 ? 0 : x;
+    case Activation::kSquaredRelu:
+      return x <= 0 ? 0 : x * x;
+  }
+  return x;
+}
+
+void test_activation(cudaStream_t stream) {
+  Case c = random_case(chance(0.6));
+  QuantizeProblem& p = c.call.entry;
+  Made made;
+  made.input.kind = static_cast<Activation>(draw(1, 8));
+  made.input.limit = 100;
+  made.input.alpha = 1.702f;
+  made.input.offset = 1;
+  made.input.beta1 = 4;
+  made.input.beta2 = 25;
+  made.h_dtype = p.x_dtype;
+  const bool gated = made.input.kind <= kLastGated;
+  const bool any =
+      made.input.kind == Activation::kRelu || made.input.kind == Activation::kSquaredRelu;
+  const int64_t rows = c.call.batch * p.m, columns = gated ? 2 * p.k : p.k;
+  const size_t width = width_of(made.h_dtype);
+  made.h = random_words(rows * columns, made.h_dtype);
+  const bool weighted = chance(0.5);
+  for (int64_t row = 0; weighted && row < rows; ++row) made.weights.push_back(random_value(0));
+  std::vector<float> x;
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t column = 0; column < p.k; ++column) {
+      uint8_t* gate = &made.h[static_cast<size_t>(row * columns + column) * width];
+      uint8_t* linear = gated ? gate + static_cast<size_t>(p.k) * width : gate;
+      if (!any) put_saturated(gate, made.h_dtype);
+      if (made.input.kind == Activation::kSituGlu) put_saturated(linear, made.h_dtype);
+      const float value =
+          activated(made.input, value_of(gate, made.h_dtype), value_of(linear, made.h_dtype));
+      x.push_back(made.weights.empty() ? value : value * made.weights[static_cast<size_t>(row)]);
+    }
+  p.x_dtype = DType::kF32;
+  c.x.resize(4 * x.size());
+  if (!x.empty()) std::memcpy(c.x.data(), x.data(), c.x.size());
+  DeviceCall call(c, p.row.wanted ? static_cast<Values>(draw(0, 2)) : Values::kNone, &made);
+  call.put(c, &made);
+  check_cuda(cudaDeviceSynchronize(), "synchronize");
+  check_launch(call.launch(stream), c);
+  check_cuda(cudaDeviceSynchronize(), "activate and quantize");
+  call.compare(c);
+}
+
 // ---- Cases -----------------------------------------------------------------------------------
 
 // Two cases at once, then the replays.
@@ -377,7 +497,10 @@ int main(int argc, char** argv) {
   cudaStream_t streams[2];
   for (cudaStream_t& stream : streams)
     check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-  for (int i = 0; i < pairs; ++i) test_pair(streams);
+  for (int i = 0; i < pairs; ++i) {
+    test_pair(streams);
+    test_activation(streams[i % 2]);
+  }
   std::printf("fuzz_cuda: %d cases, and their replays, are equal bit for bit\n", 2 * pairs);
   return 0;
 }

@@ -114,6 +114,14 @@ def test_any_column_count(gpu, cpu, k):
         assert_same(on(gpu, quantize, x), on(cpu, quantize, x), variant)
 
 
+def test_a_large_tensor_equals_the_cpu(gpu, cpu):
+    """More than the thread blocks of the amax pass take at once, so that each of them takes several pieces."""
+    x = normal((4096, 8192), 9, jnp.bfloat16)
+    for sizes in (None, np.asarray([1000, 0, 17, 2500], np.int32)):
+        quantize = jax.jit(lambda x, s: fp4.quantize_transpose(x, group_sizes=s))
+        assert_same(on(gpu, quantize, x, sizes), on(cpu, quantize, x, sizes), sizes)
+
+
 def into_poisoned_memory(device, function, *arguments):
     """The outputs of jitted `function`, written over donated buffers full of 0x7F; scratch was full of them before."""
 

@@ -1,10 +1,13 @@
 // Absolute maxima as integer maxima of bits, so that NaN wins and no order matters: of matrices
 // (tensor, batch entry or group), of their rows and columns, or of their Hadamard transform. Each
-// element of x is read once a pass, 2 or 4 bytes; the transform shares the pass of the matrix.
+// element of x is read once a pass, 2 or 4 bytes; the transform shares the pass of the matrix. With
+// an activation the elements are made of h on the way.
 //
-// A thread block takes a strip of up to 8 row blocks by 1024 columns, a thread 8 columns of it.
+// Of matrices alone, pieces of 16 bytes are read in memory order, whatever the rows. Otherwise a
+// thread block takes a strip of up to 8 row blocks by 1024 columns, a thread 8 columns of it.
 // Maxima stay in registers while the matrix does not change, and leave by atomicMax; the outputs
-// are zero before.
+// are zero before. Either way x is read from its end to its beginning: what the next pass reads
+// first is then still in the L2 cache.
 #include "quantize_task.cuh"
 
 namespace jax_fp4::cuda {
@@ -68,21 +71,22 @@ __device__ void raise_to(float* amax, uint32_t bits) {
   if (bits > __ldcg(target)) atomicMax(target, bits);  // what is seen may only be too small
 }
 
-// Where a thread's columns begin, and how many there are.
-template <DType dtype, bool kVector>
-__device__ Eight<dtype> load(const QuantizeProblem& p, int64_t index, int64_t columns) {
-  Eight<dtype> x;
-  x.clear();
-  if constexpr (kVector) {
-    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.x) +
-                                                       index * (dtype == DType::kF32 ? 4 : 2));
-    if (columns > 0)
-#pragma unroll
-      for (int i = 0; i < Eight<dtype>::kWords; i += 4) {
-        const uint4 four = __ldg(from + i / 4);
-        x.word[i] = four.x, x.word[i + 1] = four.y, x.word[i + 2] = four.z, x.word[i + 3] = four.w;
-      }
-  } else {
+// ---- Where eight elements of a row come from ---------------------------------------------------
+// load() gives those of a row (of all batch entries' rows) from a column on, of which `columns`
+// exist: as words of kWords, which need not be rounded to the compute dtype yet. A thread has
+// kRows rows of loads under way where the kind of maxima does not need all sixteen.
+
+// x, of any extent.
+template <DType dtype>
+struct Stored {
+  static constexpr DType kWords = dtype;
+  static constexpr int kRows = dtype == DType::kF32 ? 4 : kBlock;
+
+  __device__ __forceinline__ static Eight<dtype> load(const QuantizeProblem& p, int64_t row,
+                                                      int64_t column, int64_t columns) {
+    const int64_t index = row * p.k + column;
+    Eight<dtype> x;
+    x.clear();
 #pragma unroll
     for (int i = 0; i < kWidth; ++i)
       if (i < columns) {
@@ -92,9 +96,73 @@ __device__ Eight<dtype> load(const QuantizeProblem& p, int64_t index, int64_t co
           x.word[i / 2] |= static_cast<uint32_t>(static_cast<const uint16_t*>(p.x)[index + i])
                            << (i % 2 * 16);
       }
+    return x;
   }
-  return x;
-}
+};
+
+// x of k % 8 == 0.
+template <DType dtype>
+struct StoredPieces : Stored<dtype> {
+  __device__ __forceinline__ static Eight<dtype> load(const QuantizeProblem& p, int64_t row,
+                                                      int64_t column, int64_t columns) {
+    const uint4* from = reinterpret_cast<const uint4*>(
+        static_cast<const uint8_t*>(p.x) + (row * p.k + column) * (dtype == DType::kF32 ? 4 : 2));
+    Eight<dtype> x;
+    x.clear();
+    if (columns > 0)
+#pragma unroll
+      for (int i = 0; i < Eight<dtype>::kWords; i += 4) {
+        const uint4 four = __ldg(from + i / 4);
+        x.word[i] = four.x, x.word[i + 1] = four.y, x.word[i + 2] = four.z, x.word[i + 3] = four.w;
+      }
+    return x;
+  }
+};
+
+// Made by any activation, for any dtypes and extents; slow.
+struct Made {
+  static constexpr DType kWords = DType::kF32;
+  static constexpr int kRows = 1;
+
+  __device__ static Eight<kWords> load(const QuantizeProblem& p, int64_t row, int64_t column,
+                                       int64_t columns) {
+    Eight<kWords> x;
+    x.clear();
+#pragma unroll 1
+    for (int i = 0; i < kWidth && i < columns; ++i)
+      x.word[i] = __float_as_uint(element_at<true>(p, row, column + i));
+    return x;
+  }
+};
+
+// Made by one gated activation of bfloat16 values for bfloat16, k % 8 == 0.
+template <Activation activation>
+struct MadePieces {
+  static constexpr DType kWords = DType::kBF16;
+  static constexpr int kRows = 2;
+
+  __device__ __forceinline__ static Eight<kWords> load(const QuantizeProblem& p, int64_t row,
+                                                       int64_t column, int64_t columns) {
+    Eight<kWords> x;
+    x.clear();
+    if (columns <= 0) return x;
+    const uint16_t* from = static_cast<const uint16_t*>(p.x) + 2 * row * p.k + column;
+    const uint4 gate = __ldg(reinterpret_cast<const uint4*>(from));
+    const uint4 linear = __ldg(reinterpret_cast<const uint4*>(from + p.k));
+    const float weight = weight_of(p.activation, row);
+    const auto made = [&](float g, float u) {
+      return activate<activation>(p.activation, g, u) * weight;
+    };
+    const auto pair = [&](uint32_t g, uint32_t u) {
+      return pack_bfloat16(made(low_half(g), low_half(u)), made(high_half(g), high_half(u)));
+    };
+    x.word[0] = pair(gate.x, linear.x), x.word[1] = pair(gate.y, linear.y);
+    x.word[2] = pair(gate.z, linear.z), x.word[3] = pair(gate.w, linear.w);
+    return x;
+  }
+};
+
+// ---- Strips ------------------------------------------------------------------------------------
 
 // Two elements as bfloat16, which is what the transform takes.
 template <DType dtype>
@@ -166,15 +234,20 @@ struct Seen {
   }
 };
 
-template <DType dtype, Maxima kind, bool kVector>
+template <class Source, Maxima kind>
 __global__ void __launch_bounds__(kThreads) amaxes(QuantizeTask task, int strip_blocks) {
+  constexpr DType kWords = Source::kWords;
+  // Under the transform all rows of a block are held.
+  constexpr bool kHold = kind == Maxima::kHadamard;
+  constexpr int kRows = kHold && Source::kRows > 1 ? kBlock : Source::kRows;
   const QuantizeProblem& p = task.p;
-  const int64_t across = ceil_div(p.k, kStripColumns);
+  const int64_t across = ceil_div(p.k, kStripColumns), place = gridDim.x - 1 - blockIdx.x;
   const int64_t strips = ceil_div(task.row_blocks, strip_blocks);
-  const int64_t strip = blockIdx.x / across % strips, entry = blockIdx.x / across / strips;
-  const int64_t column = (blockIdx.x % across * kThreads + threadIdx.x) * kWidth;
+  const int64_t strip = place / across % strips, entry = place / across / strips;
+  const int64_t column = (place % across * kThreads + threadIdx.x) * kWidth;
   const int64_t count = p.k - column;  // columns from here on
-  Seen<dtype, kind> seen;
+  const int lane = threadIdx.x % 32;
+  Seen<kWords, kind> seen;
   seen.clear();
   int64_t matrix = -1;
   for (int b = 0; b < strip_blocks; ++b) {
@@ -186,32 +259,43 @@ __global__ void __launch_bounds__(kThreads) amaxes(QuantizeTask task, int strip_
       if (matrix >= 0) seen.leave(task, matrix, column, count);
       matrix = task.matrix(entry, rows);
     }
-    const int64_t index = (entry * p.m + rows.row) * p.k + column;
-    Eight<dtype> x[kBlock];
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i)
-      x[i] = load<dtype, kVector>(p, index + i * p.k, i < rows.rows ? count : 0);
-    if (kind == Maxima::kHadamard)
-      seen.transformed = max(seen.transformed, hadamard_most<dtype>(x, p.compute));
+    const int64_t first = entry * p.m + rows.row;
+    Eight<kWords> x[kHold ? kBlock : kRows];
     uint32_t row_most = 0;  // lane i of each warp: of row i
+#pragma unroll 1
+    for (int from = 0; from < kBlock; from += kRows) {
+      Eight<kWords>* some = x + (kHold ? from : 0);
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      x[i].make_magnitudes();
-      seen.columns.raise(x[i]);
-      if (kind == Maxima::kLines) {
-        const uint32_t most = __reduce_max_sync(~0u, x[i].most());
-        if (threadIdx.x % 32 == i) row_most = most;
+      for (int i = 0; i < kRows; ++i)
+        some[i] = Source::load(p, first + from + i, column, from + i < rows.rows ? count : 0);
+      if constexpr (!kHold) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          some[i].make_magnitudes();
+          seen.columns.raise(some[i]);
+          if (kind == Maxima::kLines) {
+            const uint32_t most = __reduce_max_sync(~0u, some[i].most());
+            if (lane == from + i) row_most = most;
+          }
+        }
       }
     }
-    const int lane = threadIdx.x % 32;
+    if constexpr (kHold) {
+      seen.transformed = max(seen.transformed, hadamard_most<kWords>(x, p.compute));
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) {
+        x[i].make_magnitudes();
+        seen.columns.raise(x[i]);
+      }
+    }
     if (kind == Maxima::kLines && p.row.wanted && lane < rows.rows)
-      raise_to(p.row.amax + entry * p.m + rows.row + lane, stored_bits<dtype>(p.compute, row_most));
+      raise_to(p.row.amax + first + lane, stored_bits<kWords>(p.compute, row_most));
   }
   if (matrix >= 0) seen.leave(task, matrix, column, count);
 }
 
-template <DType dtype, Maxima kind>
-cudaError_t launch_kind(const QuantizeTask& task, cudaStream_t stream) {
+template <class Source, Maxima kind>
+cudaError_t launch_strips(const QuantizeTask& task, cudaStream_t stream) {
   const QuantizeProblem& p = task.p;
   int processors = 0;
   const cudaError_t error = multiprocessors(&processors);
@@ -222,34 +306,228 @@ cudaError_t launch_kind(const QuantizeTask& task, cudaStream_t stream) {
     return p.batch * ceil_div(task.row_blocks, blocks) * ceil_div(p.k, kStripColumns);
   };
   // Lines want long strips, of which each raises its columns once.
-  const int64_t enough = (kind == Maxima::kLines ? 4 : 12) * processors;
+  const int64_t enough = (kind == Maxima::kLines ? 8 : 12) * processors;
   while (strip_blocks > 1 && grid_of(strip_blocks) < enough) strip_blocks /= 2;
   const int64_t grid = grid_of(strip_blocks);
   if (grid == 0) return cudaSuccess;
   if (grid > 0x7FFFFFFF) return cudaErrorInvalidValue;
-  const auto kernel = p.k % kWidth == 0 ? amaxes<dtype, kind, true> : amaxes<dtype, kind, false>;
-  kernel<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(task, strip_blocks);
+  amaxes<Source, kind><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(task, strip_blocks);
   return cudaGetLastError();
 }
 
+// ---- Whole matrices ----------------------------------------------------------------------------
+// Pieces of 16 bytes of what is quantized, in memory order: `width` of them a row.
+
+constexpr int kPieceThreads = 256, kPieces = 4, kPieceBlocks = 8;  // a multiprocessor
+constexpr int kChunk = kPieceThreads * kPieces;  // pieces that a thread block has under way
+constexpr int kUnit = 4 * kChunk;                // and those that it takes at once
+
+// Walks pieces of x.
 template <DType dtype>
-cudaError_t launch_dtype(const QuantizeTask& task, cudaStream_t stream) {
-  if (task.p.row_scaled) return launch_kind<dtype, Maxima::kLines>(task, stream);
-  if (task.p.column.wanted && task.p.column.hadamard)
-    return launch_kind<dtype, Maxima::kHadamard>(task, stream);
-  return launch_kind<dtype, Maxima::kMatrix>(task, stream);
+struct FlatStored {
+  static constexpr DType kWords = dtype;
+  const uint4* from;
+
+  __device__ FlatStored(const QuantizeProblem& p, int64_t entry, int64_t width, int64_t at)
+      : from(static_cast<const uint4*>(p.x) + entry * p.m * width + at) {}
+  __device__ __forceinline__ uint4 load() const { return __ldcg(from); }
+  __device__ __forceinline__ void advance() { from += kPieceThreads; }
+};
+
+// Those of bfloat16 values that a gated activation makes.
+template <Activation activation>
+struct FlatMade {
+  static constexpr DType kWords = DType::kBF16;
+  const QuantizeProblem& p;
+  int64_t row;  // of all batch entries
+  int32_t column, width;
+
+  __device__ FlatMade(const QuantizeProblem& problem, int64_t entry, int64_t width, int64_t at)
+      : p(problem),
+        row(entry * p.m + at / width),
+        column(static_cast<int32_t>(at % width)),
+        width(static_cast<int32_t>(width)) {}
+  __device__ __forceinline__ uint4 load() const {
+    const Eight<DType::kBF16> x =
+        MadePieces<activation>::load(p, row, static_cast<int64_t>(column) * kWidth, kWidth);
+    return make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]);
+  }
+  __device__ __forceinline__ void advance() {
+    for (column += kPieceThreads; column >= width; column -= width) ++row;
+  }
+};
+
+// The largest magnitude of a piece, under the order of its words.
+template <DType dtype>
+__device__ __forceinline__ uint32_t most_of_piece(const uint4& piece) {
+  using Words = Eight<dtype>;
+  constexpr uint32_t kMask = Words::kPairs ? 0x7FFF7FFFu : kMagnitude;
+  return Words::more(Words::more(piece.x & kMask, piece.y & kMask),
+                     Words::more(piece.z & kMask, piece.w & kMask));
+}
+
+// Of this thread's pieces from `begin` to `end`.
+template <class Source>
+__device__ __forceinline__ uint32_t most_of_pieces(const QuantizeProblem& p, int64_t entry,
+                                                   int64_t width, int64_t begin, int64_t end) {
+  using Words = Eight<Source::kWords>;
+  int64_t at = begin + threadIdx.x;
+  Source source(p, entry, width, at);
+  uint32_t most = 0;
+#pragma unroll 1
+  for (; at < end; at += kChunk) {
+    uint4 piece[kPieces];
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j, source.advance())
+      piece[j] = at + j * kPieceThreads < end ? source.load() : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j)
+      most = Words::more(most, most_of_piece<Source::kWords>(piece[j]));
+  }
+  return most;
+}
+
+// Raises the amaxes of a matrix to what the thread block has seen of it.
+template <DType dtype>
+__device__ void leave_matrix(const QuantizeProblem& p, int64_t matrix, uint32_t most) {
+  __shared__ uint32_t warps[kPieceThreads / 32];
+  most = __reduce_max_sync(~0u, Eight<dtype>::kPairs ? max(most & 0xFFFFu, most >> 16) : most);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 1; i < kPieceThreads / 32; ++i) most = max(most, warps[i]);
+    const uint32_t bits = stored_bits<dtype>(p.compute, most);
+    if (p.row.wanted && bits > 0) raise_to(p.row.amax + matrix, bits);
+    if (p.column.wanted && bits > 0) raise_to(p.column.amax + matrix, bits);
+  }
+  __syncthreads();
+}
+
+// The last group that begins at `piece` or before it.
+__device__ int64_t group_at(const int32_t* first_row, int64_t groups, int64_t width,
+                            int64_t piece) {
+  int64_t low = 0, high = groups;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (__ldg(first_row + middle) * width <= piece ? low : high) = middle;
+  }
+  return low;
+}
+
+// blockIdx.y counts batch entries. Groups follow one another without a gap, so a unit is cut at
+// their borders.
+template <class Source, bool kGrouped>
+__global__ void __launch_bounds__(kPieceThreads) matrix_amaxes(QuantizeTask task, int64_t width) {
+  constexpr DType kWords = Source::kWords;
+  const QuantizeProblem& p = task.p;
+  const int64_t entry = gridDim.y - 1 - blockIdx.y;
+  const int32_t* first_row = kGrouped ? task.first_row + entry * (p.groups + 1) : nullptr;
+  const int64_t pieces = (kGrouped ? __ldg(first_row + p.groups) : p.m) * width;
+  const int64_t units = ceil_div(pieces, kUnit);
+  uint32_t seen = 0;
+  for (int64_t i = blockIdx.x; i < units; i += gridDim.x) {
+    const int64_t begin = (units - 1 - i) * kUnit, end = min(begin + kUnit, pieces);
+    if constexpr (!kGrouped) {
+      seen = Eight<kWords>::more(seen, most_of_pieces<Source>(p, entry, width, begin, end));
+    } else {
+      int64_t group = group_at(first_row, p.groups, width, begin);
+      for (int64_t from = begin, to; from < end; from = to, ++group) {
+        to = min(end, __ldg(first_row + group + 1) * width);
+        if (from < to)
+          leave_matrix<kWords>(p, entry * p.groups + group,
+                               most_of_pieces<Source>(p, entry, width, from, to));
+      }
+    }
+  }
+  if constexpr (!kGrouped) leave_matrix<kWords>(p, entry, seen);
+}
+
+template <class Source>
+cudaError_t launch_matrices(const QuantizeTask& task, cudaStream_t stream) {
+  const QuantizeProblem& p = task.p;
+  int processors = 0;
+  const cudaError_t error = multiprocessors(&processors);
+  if (error != cudaSuccess) return error;
+  const int64_t width = p.k / (Source::kWords == DType::kF32 ? 4 : 8);
+  const int64_t units = ceil_div(p.m * width, kUnit);
+  if (units == 0 || p.groups == 0) return cudaSuccess;
+  const int64_t room = ceil_div(int64_t{kPieceBlocks} * processors, p.batch);
+  const dim3 grid(static_cast<unsigned>(units < room ? units : room),
+                  static_cast<unsigned>(p.batch));
+  const auto kernel = p.grouped ? matrix_amaxes<Source, true> : matrix_amaxes<Source, false>;
+  kernel<<<grid, kPieceThreads, 0, stream>>>(task, width);
+  return cudaGetLastError();
+}
+
+// ---- The choice --------------------------------------------------------------------------------
+
+template <class Source>
+cudaError_t launch_source(const QuantizeTask& task, Maxima kind, cudaStream_t stream) {
+  switch (kind) {
+    case Maxima::kMatrix:
+      return launch_strips<Source, Maxima::kMatrix>(task, stream);
+    case Maxima::kLines:
+      return launch_strips<Source, Maxima::kLines>(task, stream);
+    case Maxima::kHadamard:
+      return launch_strips<Source, Maxima::kHadamard>(task, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <DType dtype>
+cudaError_t launch_stored(const QuantizeTask& task, Maxima kind, cudaStream_t stream) {
+  const QuantizeProblem& p = task.p;
+  if (kind == Maxima::kMatrix && p.k % (dtype == DType::kF32 ? 4 : 8) == 0)
+    return launch_matrices<FlatStored<dtype>>(task, stream);
+  return p.k % kWidth == 0 ? launch_source<StoredPieces<dtype>>(task, kind, stream)
+                           : launch_source<Stored<dtype>>(task, kind, stream);
+}
+
+template <Activation activation>
+cudaError_t launch_gated(const QuantizeTask& task, Maxima kind, cudaStream_t stream) {
+  return kind == Maxima::kMatrix ? launch_matrices<FlatMade<activation>>(task, stream)
+                                 : launch_source<MadePieces<activation>>(task, kind, stream);
+}
+
+cudaError_t launch_made(const QuantizeTask& task, Maxima kind, cudaStream_t stream) {
+  const QuantizeProblem& p = task.p;
+  const bool pieces = p.x_dtype == DType::kBF16 && p.compute == DType::kBF16 && p.k % kWidth == 0;
+  switch (pieces ? p.activation.kind : Activation::kNone) {
+    case Activation::kSwiglu:
+      return launch_gated<Activation::kSwiglu>(task, kind, stream);
+    case Activation::kGeglu:
+      return launch_gated<Activation::kGeglu>(task, kind, stream);
+    case Activation::kClampedQgeglu:
+      return launch_gated<Activation::kClampedQgeglu>(task, kind, stream);
+    case Activation::kSituGlu:
+      return launch_gated<Activation::kSituGlu>(task, kind, stream);
+    case Activation::kNone:
+    case Activation::kSilu:
+    case Activation::kGelu:
+    case Activation::kRelu:
+    case Activation::kSquaredRelu:
+      return launch_source<Made>(task, kind, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
 cudaError_t launch_amaxes(const QuantizeTask& task, cudaStream_t stream) {
-  switch (task.p.x_dtype) {
+  const QuantizeProblem& p = task.p;
+  const bool transformed = p.column.wanted && p.column.hadamard;
+  const Maxima kind = p.row_scaled  ? Maxima::kLines
+                      : transformed ? Maxima::kHadamard
+                                    : Maxima::kMatrix;
+  if (p.activation.kind != Activation::kNone) return launch_made(task, kind, stream);
+  switch (p.x_dtype) {
     case DType::kF32:
-      return launch_dtype<DType::kF32>(task, stream);
+      return launch_stored<DType::kF32>(task, kind, stream);
     case DType::kBF16:
-      return launch_dtype<DType::kBF16>(task, stream);
+      return launch_stored<DType::kBF16>(task, kind, stream);
     case DType::kF16:
-      return launch_dtype<DType::kF16>(task, stream);
+      return launch_stored<DType::kF16>(task, kind, stream);
   }
   return cudaErrorInvalidValue;
 }

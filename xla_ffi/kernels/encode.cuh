@@ -43,21 +43,45 @@ __device__ __forceinline__ uint32_t nearest_bits(float a) {
   const float twos = __fmaf_rn(a, 0x1.999998p-4f * 8.0f * kUnit, 2.0f + 6.0f * kUnit);
   return __vimin3_u32(__float_as_uint(halves), __float_as_uint(ones), __float_as_uint(twos));
 }
-constexpr uint32_t kNearestOffset = 0x40000000u;
+constexpr uint32_t kNearestOffset = 0x40000000u;  // its multiples by places beyond 0 vanish
 
-// Stochastic codes of a = |v| / 8 and byte `which` of `random`, plus kStochasticOffset. With p the
-// power of two at or below max(a, 1/8), a * (2 / p) is |v| in units of the step there, and the sum
-// with the byte rounds as |v| + u * step does, because a power of two apart.
-__device__ __forceinline__ uint32_t stochastic_bits(float a, uint32_t random, int which) {
-  a = fminf(a, 0.75f);
-  const uint32_t power = max(__float_as_uint(a), 0x3E000000u) & 0x7F800000u;
-  const float inverse = __uint_as_float(0x7F800000u - power);
-  // 2^15 + byte / 256
-  const float byte = __uint_as_float(__byte_perm(random, 0x47000000u, 0x7440u | which));
-  const float count = __fmaf_rn(a, inverse, byte - 0x1p15f);
-  return __float_as_uint(__fadd_rz(count, 0x1p23f)) + (power >> 22);
+// Constants of the stochastic code that must stay in registers: known ones would be made anew for
+// each element.
+struct StochasticConstants {
+  float sixteenth;
+  uint32_t place;
+
+  __device__ __forceinline__ static StochasticConstants make() {
+    StochasticConstants out;
+    asm("mov.b32 %0, 0x3D800000;" : "=f"(out.sixteenth));
+    asm("mov.b32 %0, 0x0A000000;" : "=r"(out.place));
+    return out;
+  }
+};
+
+// The stochastic code of a = |v| / 8 in [0, 1] and byte `which` of `random`, 0 to 8, in the top
+// byte. From |v| = 1 on, the bits of a float are its place on the grid, two codes a binade, 2^22 a
+// code; below, those of (|v| + 1) / 2 are. There the random number, added as bits, carries as |v| +
+// u * step(|v|) does, but for |v| < 1/4, where that sum is rounded: up to 1/2 from 2^-26 below it
+// on, which the first line makes up for. (Larger |v| lose what it adds.)
+__device__ __forceinline__ uint32_t stochastic_byte(float a, uint32_t random, int which,
+                                                    const StochasticConstants& constants) {
+  const float raised = __fadd_rz(a, 0x1p-29f);
+  const float below_one = __fmaf_rz(raised, 0.5f, constants.sixteenth);
+  const uint32_t place = max(__float_as_uint(a), __float_as_uint(below_one));
+  // The byte under the top one, in which 10 takes away the place of code 0.
+  return place * 4u + __byte_perm(random, constants.place, 0x7044u | which << 8);
 }
-constexpr uint32_t kStochasticOffset = 0x4B000000u + 248u;
+
+// Eight such codes, low nibble first, with the signs; 8, which stands for more than 6, becomes 7.
+__device__ __forceinline__ uint32_t pack_top_bytes(const uint32_t code[8], uint32_t signs) {
+  const auto four = [&](int first) {
+    return __byte_perm(__byte_perm(code[first], code[first + 2], 0x0073),
+                       __byte_perm(code[first + 4], code[first + 6], 0x0073), 0x5410);
+  };
+  const uint32_t codes = four(1) * 16u + four(0);
+  return (codes - ((codes & 0x88888888u) >> 3)) | signs;
+}
 
 // 16^0 to 16^7, from a kernel parameter: known constants would become shifts and additions, which
 // the busier pipe executes.
@@ -65,31 +89,62 @@ struct Places {
   uint32_t of[8];
 };
 
-// Codes of eight elements under one multiplier or eight, low nibble first: value(i) and
-// multiplier(i) are asked for in order, `signs` has bit 4 i + 3 of each.
-template <bool kStochastic, class Value, class Multiplier>
-__device__ __forceinline__ uint32_t encode_eight(const Value& value, const Multiplier& multiplier,
+// Adds the nearest code of element i to those that its line of eight has so far, from element 0 on.
+__device__ __forceinline__ void add_code(uint32_t& codes, uint32_t code, int i,
+                                         const Places& places) {
+  codes = i == 0 ? codes + code - kNearestOffset : code * places.of[i] + codes;
+}
+
+// Codes of eight elements under one multiplier, low nibble first: value(i) is asked for in order,
+// `signs` has bit 4 i + 3 of each.
+template <bool kStochastic, class Value>
+__device__ __forceinline__ uint32_t encode_eight(const Value& value, float multiplier,
                                                  uint32_t signs, const Places& places,
                                                  const uint32_t random[2]) {
-  constexpr uint32_t kOffset = kStochastic ? kStochasticOffset : kNearestOffset;
-  uint32_t codes = signs - kOffset * 0x11111111u;
+  const StochasticConstants constants = StochasticConstants::make();
+  uint32_t codes = signs, code[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float a = saturated_product(value(i), multiplier(i));
-    const uint32_t code = kStochastic ? stochastic_bits(a, random[i / 4], i % 4) : nearest_bits(a);
-    codes = code * places.of[i] + codes;
+    const float a = saturated_product(value(i), multiplier);
+    if (kStochastic)
+      code[i] = stochastic_byte(a, random[i / 4], i % 4, constants);
+    else
+      add_code(codes, nearest_bits(a), i, places);
   }
-  return codes;
+  return kStochastic ? pack_top_bytes(code, signs) : codes;
 }
 
 // The sign bits of the eight values of a row, at the top of each nibble.
 __device__ __forceinline__ uint32_t row_signs(const uint32_t pair[4]) {
-  uint32_t sign[4];
+  const uint32_t low = __byte_perm(pair[0], pair[1], 0x7351);   // bytes of elements 0 2 1 3
+  const uint32_t high = __byte_perm(pair[2], pair[3], 0x7351);  // of 4 6 5 7
+  const uint32_t even = __byte_perm(low, high, 0x5410), odd = __byte_perm(low, high, 0x7632);
+  return ((odd & 0xF0F0F0F0u) | ((even >> 4) & 0x0F0F0F0Fu)) & 0x88888888u;
+}
+
+// Byte c of word r becomes byte r of word c.
+__device__ __forceinline__ void transpose_bytes(const uint32_t in[4], uint32_t out[4]) {
+  const uint32_t a = __byte_perm(in[0], in[1], 0x5140), b = __byte_perm(in[2], in[3], 0x5140);
+  const uint32_t c = __byte_perm(in[0], in[1], 0x7362), d = __byte_perm(in[2], in[3], 0x7362);
+  out[0] = __byte_perm(a, b, 0x5410);
+  out[1] = __byte_perm(a, b, 0x7632);
+  out[2] = __byte_perm(c, d, 0x5410);
+  out[3] = __byte_perm(c, d, 0x7632);
+}
+
+// Nibble c of word r becomes nibble r of word c.
+__device__ __forceinline__ void transpose_nibbles(const uint32_t in[8], uint32_t out[8]) {
+  constexpr uint32_t kLow = 0x0F0F0F0Fu;
+  uint32_t even[4], odd[4];  // byte j: nibbles 2 j, or 2 j + 1, of words 2 i and 2 i + 1
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sign[i] = pair[i] & 0x80008000u;
-  return (__byte_perm(sign[0], sign[2], 0x5410) >> 12) +
-         (__byte_perm(sign[0], sign[2], 0x7632) >> 8) +
-         (__byte_perm(sign[1], sign[3], 0x5410) >> 4) + __byte_perm(sign[1], sign[3], 0x7632);
+  for (int i = 0; i < 4; ++i) {
+    even[i] = (in[2 * i] & kLow) | ((in[2 * i + 1] << 4) & ~kLow);
+    odd[i] = ((in[2 * i] >> 4) & kLow) | (in[2 * i + 1] & ~kLow);
+  }
+  transpose_bytes(even, even);
+  transpose_bytes(odd, odd);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[2 * i] = even[i], out[2 * i + 1] = odd[i];
 }
 
 // Eight codes times their block scale, as pairs of bfloat16, with the signs of `pair`.

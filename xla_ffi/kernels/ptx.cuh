@@ -11,7 +11,11 @@ namespace jax_fp4::cuda {
 
 // ---- Copies to shared memory -------------------------------------------------------------------
 
-// Sixteen bytes from global to shared memory, or sixteen zeros.
+// Begins the copy of sixteen bytes from global to shared memory, or of sixteen zeros.
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
 __device__ __forceinline__ void copy_async(void* shared, const void* global, bool exists) {
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int bytes = exists ? 16 : 0;
@@ -19,15 +23,8 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
                : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits for all but the newest `pending` committed groups of this thread.
-template <int pending>
-__device__ __forceinline__ void await_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
+// Waits for the copies that this thread has begun.
+__device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // ---- Pairs of bfloat16 -------------------------------------------------------------------------
 
@@ -94,8 +91,11 @@ __device__ __forceinline__ float reciprocal(float x) {
 // Nearest-even codes of two values >= 0, 448 above the range, 0x7F for NaN; `low` in the low byte.
 __device__ __forceinline__ uint32_t encode_e4m3_pair(float low, float high) {
 #if __CUDA_ARCH__ >= 890
-  uint16_t pair;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  uint32_t pair;
+  asm("{ .reg .b16 two, none; mov.b16 none, 0; cvt.rn.satfinite.e4m3x2.f32 two, %1, %2;"
+      " mov.b32 %0, {two, none}; }"
+      : "=r"(pair)
+      : "f"(high), "f"(low));
   return pair;
 #else
   const auto code = [](float value) {

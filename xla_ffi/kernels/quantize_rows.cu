@@ -97,9 +97,8 @@ __global__ void __launch_bounds__(kThreads)
           const uint32_t both = pair[4 * half + i / 2];
           return i % 2 == 0 ? low_half(both) : high_half(both);
         };
-        codes[half] = encode_eight<false>(
-            value, [&](int) { return multiplier; }, row_signs(pair + 4 * half), task.places,
-            nullptr);
+        codes[half] = encode_eight<false>(value, multiplier, row_signs(pair + 4 * half),
+                                          task.places, nullptr);
       }
       if (scale == kNanScale) {
         const uint64_t exact = redo(x, block, amax, bound, &scale);
@@ -119,7 +118,8 @@ bool quantize_rows_supports(const QuantizeProblem& p) {
                                    : p.x_dtype == DType::kF32 && p.compute == DType::kBF16;
   return bfloat16_values && p.row.wanted && !p.column.wanted && p.values == nullptr &&
          p.tile == 1 && p.row.four_over_six == ErrorNorm::kNone && p.seed == nullptr &&
-         !p.row_scaled && !p.grouped &&       // one amax for all blocks
+         p.activation.kind == Activation::kNone && !p.row_scaled &&
+         !p.grouped &&                        // one amax for all blocks
          p.m * p.k > 0 && p.k % kBlock == 0;  // there are blocks, and none ends early
 }
 

@@ -1,5 +1,5 @@
 // What the kernels of quantize_transpose.h share: the problem with its row blocks, and how one
-// element is loaded.
+// element is loaded or made.
 //
 // A row block is a block of the column-wise form seen from x: up to 16 consecutive rows of one
 // matrix. Without groups it is arithmetic; with groups a table in scratch, made by plan_groups, so
@@ -10,6 +10,7 @@
 
 #include <cuda_fp16.h>
 
+#include "activate.cuh"
 #include "nvfp4.h"
 #include "ptx.cuh"
 #include "quantize_transpose.h"
@@ -51,6 +52,7 @@ struct QuantizeTask {
   int32_t* group_rows;   // [batch, groups] if grouped
   int32_t* first_block;  // [batch, groups] if grouped
   int32_t* first_row;    // [batch, groups + 1] if grouped: the last is where the groups end
+  uint32_t* units;       // the tile kernel counts here what is drawn; 0 before it
 
   __device__ RowBlock row_block(int64_t entry, int64_t block) const {
     if (p.grouped) {
@@ -92,11 +94,13 @@ struct Origin {
             static_cast<uint64_t>(ceil_div(rows ? p.k_total : m_total, kBlock))};
   }
 
-  // The counter of a block, of which the local row and block are given.
-  __device__ __forceinline__ void count(int64_t local_row, int64_t local_block,
-                                        uint32_t word[4]) const {
-    const uint64_t index = (row + static_cast<uint64_t>(local_row)) * blocks + block +
-                           static_cast<uint64_t>(local_block);
+  // Number of a block, of which the local row and block are given.
+  __device__ __forceinline__ uint64_t index(int64_t local_row, int64_t local_block) const {
+    return (row + static_cast<uint64_t>(local_row)) * blocks + block +
+           static_cast<uint64_t>(local_block);
+  }
+  // The counter of a block.
+  __device__ __forceinline__ void count(uint64_t index, uint32_t word[4]) const {
     word[0] = static_cast<uint32_t>(index);
     word[1] = static_cast<uint32_t>(index >> 32);
     word[2] = direction;
@@ -106,7 +110,7 @@ struct Origin {
   // Its sixteen bytes.
   __device__ __forceinline__ void draw(int64_t local_row, int64_t local_block,
                                        uint32_t word[4]) const {
-    count(local_row, local_block, word);
+    count(index(local_row, local_block), word);
     philox<float>(word, key0, key1);
   }
 };
@@ -123,19 +127,33 @@ __device__ __forceinline__ float round_to(DType compute, float value) {
   return value;
 }
 
-// Element `index` of x, rounded to the compute dtype.
-__device__ __forceinline__ float load_element(const QuantizeProblem& p, int64_t index) {
+// Element `index` of what p.x points to.
+__device__ __forceinline__ float stored_element(const QuantizeProblem& p, int64_t index) {
   switch (p.x_dtype) {
     case DType::kF32:
-      return round_to(p.compute, static_cast<const float*>(p.x)[index]);
+      return static_cast<const float*>(p.x)[index];
     case DType::kBF16:
-      return round_to(
-          p.compute,
-          __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(p.x)[index]) << 16));
+      return __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(p.x)[index]) << 16);
     case DType::kF16:
-      return round_to(p.compute, __half2float(static_cast<const __half*>(p.x)[index]));
+      return __half2float(static_cast<const __half*>(p.x)[index]);
   }
   return 0.0f;
+}
+
+// Element `index` of x, without an activation, rounded to the compute dtype.
+__device__ __forceinline__ float load_element(const QuantizeProblem& p, int64_t index) {
+  return round_to(p.compute, stored_element(p, index));
+}
+
+// The element of a row, of all batch entries' rows, and a column of what is quantized.
+template <bool kActivated>
+__device__ __forceinline__ float element_at(const QuantizeProblem& p, int64_t row, int64_t column) {
+  if constexpr (!kActivated) return load_element(p, row * p.k + column);
+  const bool gated = p.activation.kind <= kLastGated;
+  const int64_t index = (gated ? 2 * row : row) * p.k + column;
+  const float linear = gated ? stored_element(p, index + p.k) : 0.0f;
+  const float value = activate(p.activation, stored_element(p, index), linear);
+  return round_to(p.compute, value * weight_of(p.activation, row));
 }
 
 // Values in an amax of a form, as amax_count counts them.

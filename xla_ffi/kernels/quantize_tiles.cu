@@ -4,16 +4,17 @@
 //
 // A tile is 4 row blocks (64 rows) by 128 columns. Its 128 threads hold a patch of 8 x 8 each,
 // pairs of columns a register, which serves both directions; a block of sixteen is two patches, and
-// one shuffle joins their maxima. Tiles stream through two stages of shared memory. Row-wise codes
-// leave from registers, 32 bytes a row and warp; column-wise ones turn in shared memory. Scales are
-// kept until a super-tile (up to 4 x 4 tiles) is done, since stores of less than 32 bytes cost as
-// much as whole ones.
+// one shuffle joins their maxima. Shared memory holds the tile that is on its way while its
+// predecessor is under work in registers. Row-wise codes leave from registers, 32 bytes a row and
+// warp; column-wise ones turn in shared memory. Scales are kept until a super-tile (up to 4 x 2
+// tiles) is done, since many short stores cost more than they move.
 //
-// Thread blocks are persistent and take super-tiles in column-major order, so that those at work
-// together fill whole rows of the transposed outputs.
+// Thread blocks are persistent and take super-tiles in row-major order.
 //
 // A block whose scale comes out as 0x7F is not finite, or its tensor scale not calm (encode.cuh):
 // its patch is done again by the words of nvfp4.h, from the staged x.
+#include <type_traits>
+
 #include "tile_patch.cuh"
 
 namespace jax_fp4::cuda {
@@ -21,298 +22,281 @@ namespace {
 
 // ---- One tile ----------------------------------------------------------------------------------
 
+// Largest magnitude of value(i) for so many elements, as bits.
+template <class Value>
+__device__ uint32_t most_of(int count, const Value& value) {
+  uint32_t most = 0;
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) most = max(most, __float_as_uint(value(i)) & kMagnitude);
+  return most;
+}
+
 // What a thread knows while it works on a tile.
 template <class V>
 struct TileWork {
-  using X = typename V::X;
-
   const TileTask& task;
-  Shared<X> shared;
-  const X* stage;
+  TileMemory<V>& memory;
+  const Cursor& at;
   Place place;
-  int32_t entry;
-  int32_t sub_row, sub_column;  // of the super-tile
-  int32_t column0;              // of the tile
-  ScaledBlock block;            // of the patch
+  ScaledBlock block;  // of the patch
 
-  // Only with groups is this worth asking for before the tile is there.
-  __device__ __forceinline__ static ScaledBlock find_block(const TileTask& task,
-                                                           const Shared<X>& shared,
-                                                           const Cursor& at) {
-    const int32_t number = at.block(task.grid) + Place::of(threadIdx.x).row / kBlock;
-    ScaledBlock out = {task.row_block<V>(at.entry, number), {0.0f, 1.0f}, {0.0f, 1.0f}};
+  __device__ __forceinline__ static TileWork of(const TileTask& task, TileMemory<V>& memory,
+                                                const Cursor& at) {
+    TileWork work = {task, memory, at, Place::of(threadIdx.x), {}};
+    const int32_t number = at.tile_block() + work.place.row / kBlock;
+    work.block = {task.row_block<V>(at.entry, number), {0.0f, 1.0f}, {0.0f, 1.0f}};
     if constexpr (V::kScaling == Scaling::kTensor)
-      out.row = *shared.tensor(true), out.column = *shared.tensor(false);
+      work.block.row = memory.row, work.block.column = memory.column;
     if constexpr (V::kScaling == Scaling::kGroups)
       if (number < task.row_blocks) {
         const float4* from = reinterpret_cast<const float4*>(
             task.q.scaled + row_start(at.entry, task.row_blocks) + number);
         const float4 scales = __ldg(from + 1);
-        out.row = {scales.x, scales.y}, out.column = {scales.z, scales.w};
+        work.block.row = {scales.x, scales.y}, work.block.column = {scales.z, scales.w};
       }
-    return out;
+    return work;
   }
 
-  __device__ __forceinline__ static TileWork of(const TileTask& task, const Shared<X>& shared,
-                                                const Cursor& at, int stage,
-                                                const ScaledBlock& block) {
-    return {task,
-            shared,
-            shared.stage(stage),
-            Place::of(threadIdx.x),
-            at.entry,
-            at.sub_row(task.grid),
-            at.sub_column(task.grid),
-            at.column(task.grid),
-            block};
-  }
-
-  __device__ int block_in_tile() const { return place.row / kBlock; }
-  __device__ int row_line() const { return sub_row * kTileRows + place.row; }
-  __device__ int column_line() const { return sub_column * kTileColumns + place.column; }
-  // Where this patch's scales stay: eight bytes.
+  // The patch's first row and column of the super-tile.
+  __device__ int row() const { return at.sub_row() * kTileRows + place.row; }
+  __device__ int column() const { return at.sub_column() * kTileColumns + place.column; }
+  // Where its scales stay: eight bytes.
   __device__ uint8_t* row_scales() const {
-    return shared.row_scales() + column_line() / kBlock * shared.super_rows + row_line();
+    return memory.row_scales + column() / kBlock * kSuperRows + row();
   }
   __device__ uint8_t* column_scales() const {
-    return shared.column_scales() + row_line() / kBlock * shared.super_columns + column_line();
+    return memory.column_scales + row() / kBlock * kSuperColumns + column();
+  }
+  // Keeps them there. The other half of the blocks does the same, which costs less than to ask.
+  __device__ __forceinline__ void keep_rows(const EightScales& scales) const {
+    *reinterpret_cast<uint2*>(row_scales()) = make_uint2(scales.bytes[0], scales.bytes[1]);
+  }
+  __device__ __forceinline__ void keep_columns(const EightScales& scales) const {
+    *reinterpret_cast<uint2*>(column_scales()) = make_uint2(scales.bytes[0], scales.bytes[1]);
+  }
+  // Where the codes of its first column turn; the others' are 32 bytes apart.
+  __device__ uint32_t* column_codes() const {
+    return reinterpret_cast<uint32_t*>(memory.column_codes + column_slot(place.column) +
+                                       place.row / 2);
+  }
+  // An element of the patch's row block, as it is quantized, from x itself; 0 outside.
+  __device__ float value(int row, int32_t column) const {
+    if (row >= block.rows.rows || column >= task.k) return 0.0f;
+    return element_at<V::kMade>(task.q.p, at.entry * task.m + block.rows.row + row, column);
+  }
+  // The largest magnitude of the 16x16 tile whose first column is `corner`.
+  __device__ uint32_t square_most(int32_t corner) const {
+    return most_of(kBlock * kBlock, [&](int i) { return value(i / kBlock, corner + i % kBlock); });
   }
   // Rows of the patch that exist, from its first one on.
   __device__ int rows() const {
-    return column0 + place.column < task.k ? block.rows.rows - place.row % kBlock : 0;
+    return at.tile_column() + place.column < task.k ? block.rows.rows - place.row % kBlock : 0;
   }
-  // Index in x of the patch's first element.
-  __device__ int64_t element() const {
-    return row_start(entry * task.m + block.rows.row + place.row % kBlock, task.k) + column0 +
-           place.column;
+  // Index in x of the patch's first element: that of the tile's corner, which all threads share,
+  // and the rest. Rows of groups do not follow from the tile's.
+  __device__ int64_t corner() const {
+    return V::kScaling == Scaling::kGroups
+               ? 0
+               : row_start(at.entry * task.m + at.tile_block() * kBlock, task.k) + at.tile_column();
+  }
+  using Offset = std::conditional_t<V::kScaling == Scaling::kGroups, uint64_t, uint32_t>;
+  __device__ Offset offset() const {
+    if (V::kScaling == Scaling::kGroups)
+      return row_start(at.entry * task.m + block.rows.row + place.row % kBlock, task.k) +
+             at.tile_column() + place.column;
+    return static_cast<uint32_t>(place.row) * static_cast<uint32_t>(task.k) + place.column;
   }
 };
 
-// Bytes of four lines become words of one line each: `from` holds [block, line], `stride` apart.
-__device__ __forceinline__ void turn_bytes(const uint8_t* from, int stride, uint32_t out[4]) {
-  uint32_t in[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) in[i] = *reinterpret_cast<const uint32_t*>(from + i * stride);
-  const uint32_t a = __byte_perm(in[0], in[1], 0x5140), b = __byte_perm(in[2], in[3], 0x5140);
-  const uint32_t c = __byte_perm(in[0], in[1], 0x7362), d = __byte_perm(in[2], in[3], 0x7362);
-  out[0] = __byte_perm(a, b, 0x5410);
-  out[1] = __byte_perm(a, b, 0x7632);
-  out[2] = __byte_perm(c, d, 0x5410);
-  out[3] = __byte_perm(c, d, 0x7632);
-}
+// ---- Patches done again by definition ----------------------------------------------------------
 
-// Place of eight rows' codes of a column in shared memory: 32 bytes a column, of which the lanes of
-// a warp meet each bank once.
-__device__ __forceinline__ int column_slot(int column, int chunk) {
-  const int lane = column / kPatch % 8;
-  return (column ^ ((lane >> 1) & 3)) * 32 + ((chunk ^ (lane & 1)) << 4);
-}
-
-// The rows of a patch done again by definition.
-template <class V, class X = typename V::X>
-__device__ __noinline__ void redo_rows(const TileTask& task, Shared<X> shared, Cursor at,
-                                       int stage) {
-  const TileWork<V> work =
-      TileWork<V>::of(task, shared, at, stage, TileWork<V>::find_block(task, shared, at));
+template <class V>
+__device__ __noinline__ void redo_rows(const TileTask& task, TileMemory<V>& memory, Cursor at) {
+  const TileWork<V> work = TileWork<V>::of(task, memory, at);
   const QuantizeProblem& p = task.q.p;
   const Place& place = work.place;
   uint8_t* scales = work.row_scales();
-  const int corner = place.column / kBlock * kBlock;
-  const auto most = [&](int first, int count) {
-    uint32_t bits = 0;
+  const int32_t corner = (at.tile_column() + place.column) / kBlock * kBlock;
 #pragma unroll 1
-    for (int i = 0; i < count * kBlock; ++i)
-      bits =
-          max(bits, __float_as_uint(staged(work.stage, first + i / kBlock, corner + i % kBlock)) &
-                        kMagnitude);
-    return bits;
-  };
-#pragma unroll 1
-  for (int r = 0; r < kPatch; ++r) {
+  for (int r = 0; r < kPatch && r < work.rows(); ++r) {
     const int in_block = place.row % kBlock + r;
-    if (r >= work.rows()) break;
-    const uint32_t amax =
-        p.tile == 1 ? most(place.row + r, 1) : most(work.block_in_tile() * kBlock, kBlock);
+    const auto value = [&](int i) { return work.value(in_block, corner + i); };
+    const uint32_t amax = p.tile == 1 ? most_of(kBlock, value) : work.square_most(corner);
     uint32_t random[4];
     if (p.seed != nullptr)
-      Origin::of(work.task.q, work.entry, work.block.rows.group, kRowDirection)
-          .draw(work.block.rows.number * kBlock + in_block, (work.column0 + corner) / kBlock,
-                random);
+      Origin::of(task.q, at.entry, work.block.rows.group, kRowDirection)
+          .draw(work.block.rows.number * kBlock + in_block, corner / kBlock, random);
     const ExactBlock exact = ExactBlock::of(
-        [&](int i) { return staged(work.stage, place.row + r, corner + i); }, amax,
-        row_form_amax(work.task.q, work.entry, work.block.rows, work.block.rows.row + in_block),
+        value, amax,
+        row_form_amax(task.q, at.entry, work.block.rows, work.block.rows.row + in_block),
         static_cast<float>(p.row.bound), p.seed == nullptr ? nullptr : random);
     const auto codes = static_cast<uint32_t>(exact.codes >> (32 * place.column_half));
-    const int64_t element = work.element() + r * p.k;
+    const int64_t element = work.corner() + work.offset() + r * p.k;
     if (place.column_half == 0) scales[r] = static_cast<uint8_t>(exact.scale);
     if (p.row.codes != nullptr) *reinterpret_cast<uint32_t*>(p.row.codes + element / 2) = codes;
     for (int i = 0; p.values != nullptr && i < kPatch; ++i) {
-      const float value =
+      const float product =
           e2m1_decode<float>((codes >> (4 * i)) & 15u) * e4m3_decode<float>(exact.scale);
       p.values[element + i] =
-          static_cast<uint16_t>(__float_as_uint(round_to_bfloat16(value)) >> 16);
+          static_cast<uint16_t>(__float_as_uint(round_to_bfloat16(product)) >> 16);
     }
   }
 }
 
-template <class V, class X = typename V::X>
-__device__ __noinline__ void redo_columns(const TileTask& task, Shared<X> shared, Cursor at,
-                                          int stage) {
-  const TileWork<V> work =
-      TileWork<V>::of(task, shared, at, stage, TileWork<V>::find_block(task, shared, at));
+template <class V>
+__device__ __noinline__ void redo_columns(const TileTask& task, TileMemory<V>& memory, Cursor at) {
+  const TileWork<V> work = TileWork<V>::of(task, memory, at);
   const QuantizeProblem& p = task.q.p;
   const Place& place = work.place;
   uint8_t* scales = work.column_scales();
-  const int first = work.block_in_tile() * kBlock;
   const RowBlock& rows = work.block.rows;
   if (rows.rows == 0) return;  // zeros, whatever the amax
 #pragma unroll 1
   for (int c = 0; c < kPatch; ++c) {
-    const int column = place.column + c;
+    const int32_t column = at.tile_column() + place.column + c;
     float v[kBlock];
-    for (int i = 0; i < kBlock; ++i) v[i] = staged(work.stage, first + i, column);
+    for (int i = 0; i < kBlock; ++i) v[i] = work.value(i, column);
     if (p.column.hadamard) hadamard16(v);
-    uint32_t amax = 0;
-    for (int i = 0; i < kBlock; ++i) amax = max(amax, __float_as_uint(v[i]) & kMagnitude);
-#pragma unroll 1
-    for (int i = 0; p.tile == kBlock && i < kBlock * kBlock; ++i)
-      amax = max(amax, __float_as_uint(staged(work.stage, first + i / kBlock,
-                                              column / kBlock * kBlock + i % kBlock)) &
-                           kMagnitude);
+    const auto value = [&](int i) { return v[i]; };
+    const uint32_t amax =
+        p.tile == 1 ? most_of(kBlock, value) : work.square_most(column / kBlock * kBlock);
     uint32_t random[4];
     if (p.seed != nullptr)
-      Origin::of(work.task.q, work.entry, rows.group, kColumnDirection)
-          .draw(work.column0 + column, rows.number, random);
+      Origin::of(task.q, at.entry, rows.group, kColumnDirection).draw(column, rows.number, random);
     const ExactBlock exact =
-        ExactBlock::of([&](int i) { return v[i]; }, amax,
-                       column_form_amax(work.task.q, work.entry, rows, work.column0 + column),
+        ExactBlock::of(value, amax, column_form_amax(task.q, at.entry, rows, column),
                        static_cast<float>(p.column.bound), p.seed == nullptr ? nullptr : random);
     if (place.row_half == 0) scales[c] = static_cast<uint8_t>(exact.scale);
-    *reinterpret_cast<uint32_t*>(work.shared.column_codes() + column_slot(column, place.row / 32) +
-                                 place.row / 8 % 4 * 4) =
+    work.column_codes()[c * kCodeStride] =
         static_cast<uint32_t>(exact.codes >> (32 * place.row_half));
   }
 }
 
-// The scales of a patch's rows, which are kept for the end of the super-tile.
+// ---- The elements of a patch --------------------------------------------------------------------
+
+// Of x, as it is staged.
 template <class V>
-__device__ __forceinline__ void choose_row_scales(const TileWork<V>& work, const Patch& x,
-                                                  EightScales& scales) {
-  const QuantizeProblem& p = work.task.q.p;
-  uint32_t most[4];
-  row_maxima(x, most);
-  if (p.tile == kBlock) square_maxima(most);
-  const int line0 = work.row_line();
-  if constexpr (V::kScaling == Scaling::kLines)
-    choose_scales(most, [&](int i) { return work.shared.row_lines()[line0 + i]; }, nullptr, scales);
-  else
-    choose_scales(
-        most, [&](int) { return work.block.row; },
-        V::kScaling == Scaling::kTensor ? work.shared.table(true) : nullptr, scales);
-  if (work.place.column_half == 0)
-    *reinterpret_cast<uint2*>(work.row_scales()) = make_uint2(scales.bytes[0], scales.bytes[1]);
+__device__ __forceinline__ void load_elements(const TileWork<V>& work, Patch& x) {
+  load_patch(work.memory.stage, work.place.row, work.place.column, x);
 }
 
-// The same for its columns.
+// Made of staged gate and linear columns.
 template <class V>
-__device__ __forceinline__ void choose_column_scales(const TileWork<V>& work, const Patch& x,
-                                                     EightScales& scales) {
-  const QuantizeProblem& p = work.task.q.p;
-  uint32_t most[4];
-  if (p.tile == kBlock) {
-    row_maxima(x, most);
-    square_maxima(most);
-  } else {
-    column_maxima(x, most);
+__device__ __forceinline__ void make_elements(const TileWork<V>& work, Patch& x) {
+  const ActivatedInput& input = work.task.q.p.activation;
+  const int64_t row = work.at.entry * work.task.m + work.block.rows.row + work.place.row % kBlock;
+  const auto pair = [&](uint32_t gate, uint32_t linear, float weight) {
+    const auto made = [&](float g, float u) {
+      return activate<V::kActivation>(input, g, u) * weight;
+    };
+    return pack_bfloat16(made(low_half(gate), low_half(linear)),
+                         made(high_half(gate), high_half(linear)));
+  };
+  const uint16_t* from = work.memory.stage + work.place.row * kTileColumns + work.place.column;
+#pragma unroll
+  for (int r = 0; r < kPatch; ++r, from += kTileColumns) {
+    const bool exists = r < work.rows();
+    const uint4 g = *reinterpret_cast<const uint4*>(from);
+    const uint4 u = *reinterpret_cast<const uint4*>(from + kTileElements);
+    const float weight = exists ? weight_of(input, row + r) : 0.0f;
+    x.pair[r][0] = exists ? pair(g.x, u.x, weight) : 0;
+    x.pair[r][1] = exists ? pair(g.y, u.y, weight) : 0;
+    x.pair[r][2] = exists ? pair(g.z, u.z, weight) : 0;
+    x.pair[r][3] = exists ? pair(g.w, u.w, weight) : 0;
   }
-  const int line0 = work.column_line();
-  if constexpr (V::kScaling == Scaling::kLines)
-    choose_scales(
-        most, [&](int i) { return work.shared.column_lines()[line0 + i]; }, nullptr, scales);
-  else
-    choose_scales(
-        most, [&](int) { return work.block.column; },
-        V::kScaling == Scaling::kTensor ? work.shared.table(false) : nullptr, scales);
-  if (work.place.row_half == 0)
-    *reinterpret_cast<uint2*>(work.column_scales()) = make_uint2(scales.bytes[0], scales.bytes[1]);
 }
 
+// ---- Codes of a patch ---------------------------------------------------------------------------
+
+// Scales of a patch's rows from their maxima, kept for the end of the super-tile too.
+template <class V>
+__device__ __forceinline__ void choose_row_scales(const TileWork<V>& work, const uint32_t most[4],
+                                                  EightScales& scales) {
+  if constexpr (V::kScaling == Scaling::kLines) {
+    const LineScale* lines = work.memory.row_lines + work.row();
+    scales.choose(most, [&](int i) { return lines[i]; }, nullptr);
+  } else {
+    scales.choose(
+        most, [&](int) { return work.block.row; },
+        V::kScaling == Scaling::kTensor ? work.memory.row_table : nullptr);
+  }
+  work.keep_rows(scales);
+}
+
+template <class V>
+__device__ __forceinline__ void choose_column_scales(const TileWork<V>& work,
+                                                     const uint32_t most[4], EightScales& scales) {
+  if constexpr (V::kScaling == Scaling::kLines) {
+    const LineScale* lines = work.memory.column_lines + work.column();
+    scales.choose(most, [&](int i) { return lines[i]; }, nullptr);
+  } else {
+    scales.choose(
+        most, [&](int) { return work.block.column; },
+        V::kScaling == Scaling::kTensor ? work.memory.column_table : nullptr);
+  }
+  work.keep_columns(scales);
+}
+
+// The random words of a patch's rows or columns.
+template <class V>
+__device__ __forceinline__ void draw(const TileWork<V>& work, bool row_wise,
+                                     uint32_t random[kPatch][2]) {
+  const Place& place = work.place;
+  const Origin origin = Origin::of(work.task.q, work.at.entry, work.block.rows.group,
+                                   row_wise ? kRowDirection : kColumnDirection);
+  const int32_t column = work.at.tile_column() + place.column;
+  const int32_t line = row_wise ? work.block.rows.number * kBlock + place.row % kBlock : column;
+  const int32_t block = row_wise ? column / kBlock : work.block.rows.number;
+  draw_eight(origin, line, block, row_wise ? place.column_half : place.row_half,
+             row_wise ? kAcross : kDown, random);
+}
+
+__device__ __forceinline__ float value_of(const Patch& x, int r, int c) {
+  const uint32_t pair = x.pair[r][c / 2];
+  return c % 2 == 0 ? low_half(pair) : high_half(pair);
+}
+
+// `codes` holds the signs.
 template <class V>
 __device__ __forceinline__ void encode_rows(const TileWork<V>& work, const Patch& x,
                                             const EightScales& scales, uint32_t codes[kPatch]) {
-  const Place& place = work.place;
   uint32_t random[kPatch][2];
-  if constexpr (V::kStochastic) {
-    const Origin origin = Origin::of(work.task.q, work.entry, work.block.rows.group, kRowDirection);
-    const int64_t row = work.block.rows.number * kBlock + place.row % kBlock;
-    draw_eight(
-        origin,
-        [&](int i, uint32_t* word) {
-          origin.count(row + i, (work.column0 + place.column) / kBlock, word);
-        },
-        place.column_half, kAcross, random);
-  }
+  if (V::kStochastic) draw(work, true, random);
 #pragma unroll
-  for (int r = 0; r < kPatch; ++r) {
-    const auto value = [&](int i) {
-      return i % 2 == 0 ? low_half(x.pair[r][i / 2]) : high_half(x.pair[r][i / 2]);
-    };
-    codes[r] = encode_eight<V::kStochastic>(
-        value, [&](int) { return scales.multiplier[r]; }, row_signs(x.pair[r]), work.task.places,
-        random[r]);
-  }
+  for (int r = 0; r < kPatch; ++r)
+    codes[r] =
+        encode_eight<V::kStochastic>([&](int i) { return value_of(x, r, i); }, scales.multiplier[r],
+                                     codes[r], work.task.places, random[r]);
 }
 
 template <class V>
 __device__ __forceinline__ void encode_columns(const TileWork<V>& work, const Patch& x,
                                                const EightScales& scales, uint32_t codes[kPatch]) {
-  const Place& place = work.place;
   uint32_t random[kPatch][2];
-  if constexpr (V::kStochastic) {
-    const Origin origin =
-        Origin::of(work.task.q, work.entry, work.block.rows.group, kColumnDirection);
-    draw_eight(
-        origin,
-        [&](int i, uint32_t* word) {
-          origin.count(work.column0 + place.column + i, work.block.rows.number, word);
-        },
-        place.row_half, kDown, random);
-  }
-  uint32_t signs[kPatch];
-  column_signs(x, signs);
+  if (V::kStochastic) draw(work, false, random);
 #pragma unroll
-  for (int c = 0; c < kPatch; ++c) {
-    const auto value = [&](int r) {
-      return c % 2 == 0 ? low_half(x.pair[r][c / 2]) : high_half(x.pair[r][c / 2]);
-    };
-    codes[c] = encode_eight<V::kStochastic>(
-        value, [&](int) { return scales.multiplier[c]; }, signs[c], work.task.places, random[c]);
-  }
+  for (int c = 0; c < kPatch; ++c)
+    codes[c] =
+        encode_eight<V::kStochastic>([&](int i) { return value_of(x, i, c); }, scales.multiplier[c],
+                                     codes[c], work.task.places, random[c]);
 }
 
 // Rows and columns together, so that an element is taken apart once.
-template <class V>
-__device__ __forceinline__ void encode_both(const TileWork<V>& work, const Patch& x,
+__device__ __forceinline__ void encode_both(const Patch& x, const Places& places,
                                             const EightScales& row_scales,
                                             const EightScales& column_scales,
                                             uint32_t row_codes[kPatch],
                                             uint32_t column_codes[kPatch]) {
-  column_signs(x, column_codes);
 #pragma unroll
-  for (int c = 0; c < kPatch; ++c) column_codes[c] -= kNearestOffset;
-#pragma unroll
-  for (int r = 0; r < kPatch; ++r) {
-    row_codes[r] = row_signs(x.pair[r]) - kNearestOffset;
+  for (int r = 0; r < kPatch; ++r)
 #pragma unroll
     for (int c = 0; c < kPatch; ++c) {
-      const uint32_t pair = x.pair[r][c / 2];
-      const float value = c % 2 == 0 ? low_half(pair) : high_half(pair);
+      const float value = value_of(x, r, c);
       const float across = saturated_product(value, row_scales.multiplier[r]);
       const float down = saturated_product(value, column_scales.multiplier[c]);
-      row_codes[r] = nearest_bits(across) * work.task.places.of[c] + row_codes[r];
-      column_codes[c] = nearest_bits(down) * work.task.places.of[r] + column_codes[c];
+      add_code(row_codes[r], nearest_bits(across), c, places);
+      add_code(column_codes[c], nearest_bits(down), r, places);
     }
-  }
 }
 
 // Codes and values of a patch's rows, as they are asked for.
@@ -320,22 +304,31 @@ template <class V>
 __device__ __forceinline__ void store_rows(const TileWork<V>& work, const Patch& x,
                                            const EightScales& scales,
                                            const uint32_t codes[kPatch]) {
+  using Offset = typename TileWork<V>::Offset;
   const QuantizeProblem& p = work.task.q.p;
   const int rows = work.rows();
-  const int64_t element = work.element();
+  const Offset width = static_cast<uint32_t>(work.task.k);
   if (p.row.codes != nullptr) {
-    uint8_t* to = p.row.codes + element / 2;
+    uint8_t* to = p.row.codes + work.corner() / 2;
+    const Offset offset = work.offset() / 2;
+    if (rows >= kPatch) {
 #pragma unroll
-    for (int r = 0; r < kPatch; ++r, to += work.task.k / 2)
-      if (r < rows) *reinterpret_cast<uint32_t*>(to) = codes[r];
+      for (int r = 0; r < kPatch; ++r)
+        *reinterpret_cast<uint32_t*>(to + (offset + r * (width / 2))) = codes[r];
+    } else {
+#pragma unroll
+      for (int r = 0; r < kPatch; ++r)
+        if (r < rows) *reinterpret_cast<uint32_t*>(to + (offset + r * (width / 2))) = codes[r];
+    }
   }
   if (p.values != nullptr) {
-    uint16_t* to = p.values + element;
+    uint16_t* to = p.values + work.corner();
+    const Offset offset = work.offset();
 #pragma unroll
-    for (int r = 0; r < kPatch; ++r, to += work.task.k) {
+    for (int r = 0; r < kPatch; ++r) {
       const uint32_t byte = (scales.bytes[r / 4] >> (r % 4 * 8)) & 0x7Fu;
       const uint4 values = product_values(codes[r], e4m3_value(byte), x.pair[r]);
-      if (r < rows) *reinterpret_cast<uint4*>(to) = values;
+      if (r < rows) *reinterpret_cast<uint4*>(to + (offset + r * width)) = values;
     }
   }
 }
@@ -344,16 +337,9 @@ __device__ __forceinline__ void store_rows(const TileWork<V>& work, const Patch&
 template <class V>
 __device__ __forceinline__ void stage_columns(const TileWork<V>& work,
                                               const uint32_t codes[kPatch]) {
-  const Place& place = work.place;
+  uint32_t* to = work.column_codes();
 #pragma unroll
-  for (int c = 0; c < kPatch; ++c)
-    *reinterpret_cast<uint32_t*>(work.shared.column_codes() +
-                                 column_slot(place.column + c, place.row / 32) +
-                                 place.row / 8 % 4 * 4) = codes[c];
-}
-
-__device__ __forceinline__ bool has_nan(const EightScales& scales) {
-  return has_nan_scale(scales.bytes[0]) || has_nan_scale(scales.bytes[1]);
+  for (int c = 0; c < kPatch; ++c) to[c * kCodeStride] = codes[c];
 }
 
 // Which directions of a patch must be done again.
@@ -361,32 +347,67 @@ struct Again {
   bool rows, columns;
 };
 
+// Both directions, rounded to nearest.
 template <class V>
-__device__ __forceinline__ Again quantize_patch(const TileWork<V>& work, Patch& x) {
-  const QuantizeProblem& p = work.task.q.p;
+__device__ __forceinline__ Again quantize_both(const TileWork<V>& work, const Patch& x) {
+  const bool square = work.task.q.p.tile == kBlock;
+  uint32_t row_codes[kPatch], column_codes[kPatch], most[4];
   EightScales row_scales, column_scales;
-  uint32_t row_codes[kPatch], column_codes[kPatch];
-  Again again = {false, false};
-  if (!V::kStochastic && !V::kMixed && p.row.wanted && p.column.wanted) {
-    choose_row_scales(work, x, row_scales);
-    choose_column_scales(work, x, column_scales);
-    encode_both(work, x, row_scales, column_scales, row_codes, column_codes);
-    store_rows(work, x, row_scales, row_codes);
-    stage_columns(work, column_codes);
-    return {has_nan(row_scales) && work.rows() > 0, has_nan(column_scales)};
-  }
-  if (p.row.wanted) {
-    choose_row_scales(work, x, row_scales);
+#pragma unroll
+  for (int r = 0; r < kPatch; ++r) row_codes[r] = row_signs(x.pair[r]);
+  row_maxima(x, most);
+  if (square) square_maxima(most);
+  choose_row_scales(work, most, row_scales);
+  if (V::kScaling == Scaling::kTensor && square && work.memory.same) {
+    // One scale for the tile in both directions, so the same codes.
     encode_rows(work, x, row_scales, row_codes);
-    store_rows(work, x, row_scales, row_codes);
-    again.rows = has_nan(row_scales) && work.rows() > 0;
+    work.keep_columns(row_scales);
+    transpose_nibbles(row_codes, column_codes);
+    column_scales = row_scales;
+  } else {
+    if (!square) column_maxima(x, most);
+    choose_column_scales(work, most, column_scales);
+    transpose_nibbles(row_codes, column_codes);
+    encode_both(x, work.task.places, row_scales, column_scales, row_codes, column_codes);
+  }
+  store_rows(work, x, row_scales, row_codes);
+  stage_columns(work, column_codes);
+  return {row_scales.has_nan() && work.rows() > 0, column_scales.has_nan()};
+}
+
+// Either direction, or both one after the other.
+template <class V>
+__device__ __forceinline__ Again quantize_each(const TileWork<V>& work, Patch& x) {
+  const QuantizeProblem& p = work.task.q.p;
+  Again again = {false, false};
+  EightScales scales;
+  uint32_t codes[kPatch], most[4];
+  if (p.row.wanted) {
+    row_maxima(x, most);
+    if (p.tile == kBlock) square_maxima(most);
+    choose_row_scales(work, most, scales);
+#pragma unroll
+    for (int r = 0; r < kPatch; ++r) codes[r] = row_signs(x.pair[r]);
+    encode_rows(work, x, scales, codes);
+    store_rows(work, x, scales, codes);
+    again.rows = scales.has_nan() && work.rows() > 0;
   }
   if (p.column.wanted) {
     if (V::kMixed) mix_columns(x, work.place.row_half);
-    choose_column_scales(work, x, column_scales);
-    encode_columns(work, x, column_scales, column_codes);
-    stage_columns(work, column_codes);
-    again.columns = has_nan(column_scales);
+    if (p.tile == kBlock) {
+      row_maxima(x, most);
+      square_maxima(most);
+    } else {
+      column_maxima(x, most);
+    }
+    choose_column_scales(work, most, scales);
+    uint32_t signs[kPatch];
+#pragma unroll
+    for (int r = 0; r < kPatch; ++r) signs[r] = row_signs(x.pair[r]);
+    transpose_nibbles(signs, codes);
+    encode_columns(work, x, scales, codes);
+    stage_columns(work, codes);
+    again.columns = scales.has_nan();
   }
   return again;
 }
@@ -394,174 +415,190 @@ __device__ __forceinline__ Again quantize_patch(const TileWork<V>& work, Patch& 
 // ---- What a tile or super-tile leaves ----------------------------------------------------------
 
 // The column-wise codes of a tile, 32 bytes a column.
-template <class X>
-__device__ __forceinline__ void store_column_codes(const TileTask& task, const Shared<X>& shared,
-                                                   const Cursor& at) {
-  const StoredForm& form = task.q.p.column;
-  const int chunk = threadIdx.x % 2;
-  const int32_t block = at.block(task.grid) + chunk * 2;
+template <class V>
+__device__ __forceinline__ void store_column_codes(const TileTask& task,
+                                                   const TileMemory<V>& memory, const Cursor& at) {
+  constexpr int kColumnsAtOnce = kThreads / 2;
+  const int chunk = threadIdx.x % 2, first = threadIdx.x / 2;
+  const int32_t columns = task.k - at.tile_column();
+  const int32_t left = task.row_blocks - at.tile_block() - chunk * 2;  // blocks
+  if (left <= 0) return;
+  const uint8_t* from = memory.column_codes + column_slot(first) + chunk * 16;
+  uint8_t* to =
+      task.q.p.column.codes +
+      (row_start(at.entry * task.k + at.tile_column(), task.row_blocks) + at.tile_block()) *
+          kBlockCodeBytes;
+  const uint32_t width = static_cast<uint32_t>(task.row_blocks) * kBlockCodeBytes;
+  const uint32_t offset = static_cast<uint32_t>(first) * width + chunk * 16;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int column = threadIdx.x / 2 + i * (kThreads / 2);
-    const int32_t row = at.column(task.grid) + column;
-    if (row >= task.k || block >= task.row_blocks) continue;
-    const uint4 codes =
-        *reinterpret_cast<const uint4*>(shared.column_codes() + column_slot(column, chunk));
-    uint8_t* to = form.codes +
-                  (row_start(at.entry * task.k + row, task.row_blocks) + block) * kBlockCodeBytes;
+  for (int i = 0; i < kTileColumns / kColumnsAtOnce; ++i) {
+    if (first + i * kColumnsAtOnce >= columns) break;
+    const uint4 codes = *reinterpret_cast<const uint4*>(from + column_slot(i * kColumnsAtOnce));
+    uint8_t* at_column = to + (offset + i * kColumnsAtOnce * width);
     if (task.row_blocks % 2 == 0) {
-      *reinterpret_cast<uint4*>(to) = codes;
+      *reinterpret_cast<uint4*>(at_column) = codes;
     } else {
-      *reinterpret_cast<uint2*>(to) = make_uint2(codes.x, codes.y);
-      if (block + 1 < task.row_blocks)
-        *reinterpret_cast<uint2*>(to + kBlockCodeBytes) = make_uint2(codes.z, codes.w);
+      *reinterpret_cast<uint2*>(at_column) = make_uint2(codes.x, codes.y);
+      if (left > 1)
+        *reinterpret_cast<uint2*>(at_column + kBlockCodeBytes) = make_uint2(codes.z, codes.w);
     }
   }
 }
 
-// Scales [block, line] of a super-tile become rows of the form. row_of(line) is the stored row, or
-// negative.
-template <class RowOf>
-__device__ __forceinline__ void store_scales(const StoredForm& form, const uint8_t* scales,
-                                             int lines, int blocks, int64_t block0,
-                                             const RowOf& row_of) {
-  const int across = blocks / 4;
-  for (int id = threadIdx.x; id < lines / 4 * across; id += kThreads) {
-    const int line = id / across * 4, block = id % across * 4;
-    uint32_t word[4];
-    turn_bytes(scales + block * lines + line, lines, word);
-    const int64_t left = form.blocks - (block0 + block);
+// Scales of four lines and four blocks, kept as [block, line], become pieces of rows of a form:
+// `valid` rows from `row` on, blocks from `block` on.
+__device__ __forceinline__ void store_four(const uint8_t* kept, int lines, uint8_t* form,
+                                           int32_t blocks, int32_t row, int32_t valid,
+                                           int32_t block) {
+  uint32_t word[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int64_t row = row_of(line + i);
-      if (row < 0 || left <= 0) continue;
-      uint8_t* to = form.block_scale + row * form.blocks + block0 + block;
-      if (form.blocks % 4 == 0)
-        *reinterpret_cast<uint32_t*>(to) = word[i];
-      else
-        for (int b = 0; b < 4 && b < left; ++b) to[b] = static_cast<uint8_t>(word[i] >> (8 * b));
+  for (int i = 0; i < 4; ++i) word[i] = *reinterpret_cast<const uint32_t*>(kept + i * lines);
+  transpose_bytes(word, word);
+  uint8_t* to = form + row_start(row, blocks) + block;
+  const int32_t left = blocks - block;
+#pragma unroll
+  for (int i = 0; i < 4; ++i, to += blocks) {
+    if (i >= valid) break;
+    if (blocks % 4 == 0) {
+      *reinterpret_cast<uint32_t*>(to) = word[i];
+    } else {
+#pragma unroll 1
+      for (int b = 0; b < 4 && b < left; ++b) to[b] = static_cast<uint8_t>(word[i] >> (8 * b));
     }
   }
 }
 
-template <class X>
-__device__ __noinline__ void store_super_scales(const TileTask& task, Shared<X> shared, Cursor at) {
+// The scales of those tiles of a super-tile that this thread block has made: from `first` to where
+// it is.
+template <class V>
+__device__ __forceinline__ void store_scales(const TileTask& task, const TileMemory<V>& memory,
+                                             const Cursor& at, uint32_t first) {
   const QuantizeProblem& p = task.q.p;
-  const int64_t block0 = static_cast<int64_t>(at.row0) * kTileBlocks;
-  const int64_t column0 = static_cast<int64_t>(at.column0) * kTileColumns;
-  if (p.row.codes != nullptr && p.row.wanted)
-    store_scales(p.row, shared.row_scales(), shared.super_rows, shared.super_columns / kBlock,
-                 column0 / kBlock, [&](int line) -> int64_t {
-                   const int64_t block = block0 + line / kBlock;
-                   if (block >= task.q.row_blocks) return -1;
-                   const RowBlock rows = task.q.row_block(at.entry, block);
-                   if (line % kBlock >= rows.rows) return -1;
-                   return at.entry * p.m + rows.row + line % kBlock;
-                 });
-  if (p.column.wanted)
-    store_scales(p.column, shared.column_scales(), shared.super_columns, shared.super_rows / kBlock,
-                 block0, [&](int line) -> int64_t {
-                   return column0 + line < p.k ? at.entry * p.k + column0 + line : -1;
-                 });
+  const auto is_made = [&](int sub_row, int sub_column) {
+    const uint32_t sub = sub_column * kRowSpan + sub_row;
+    return first <= sub && sub <= at.sub;
+  };
+  if (p.row.wanted && p.row.codes != nullptr) {
+    constexpr int kAcross = kSuperColumns / kBlock / 4;
+    const int32_t blocks = task.k / kBlock;
+#pragma unroll 1
+    for (int id = threadIdx.x; id < kSuperRows / 4 * kAcross; id += kThreads) {
+      const int line = id / kAcross * 4, in_super = id % kAcross * 4;
+      const int32_t block = at.column / kBlock + in_super;
+      if (block >= blocks || !is_made(line / kTileRows, in_super * kBlock / kTileColumns)) continue;
+      const RowBlock rows = task.row_block<V>(at.entry, at.block + line / kBlock);
+      store_four(memory.row_scales + in_super * kSuperRows + line, kSuperRows, p.row.block_scale,
+                 blocks, at.entry * task.m + rows.row + line % kBlock, rows.rows - line % kBlock,
+                 block);
+    }
+  }
+  if (p.column.wanted) {
+    constexpr int kAcross = kSuperRows / kBlock / 4;
+    const int32_t blocks = task.row_blocks;
+#pragma unroll 1
+    for (int id = threadIdx.x; id < kSuperColumns / 4 * kAcross; id += kThreads) {
+      const int line = id / kAcross * 4, in_super = id % kAcross * 4;
+      const int32_t block = at.block + in_super;
+      if (block >= blocks || !is_made(in_super / kTileBlocks, line / kTileColumns)) continue;
+      store_four(memory.column_scales + in_super * kSuperColumns + line, kSuperColumns,
+                 p.column.block_scale, blocks, at.entry * task.k + at.column + line,
+                 task.k - at.column - line, block);
+    }
+  }
 }
 
 // ---- What tiles need ---------------------------------------------------------------------------
 
-__device__ float table_entry(uint32_t scale, float amax, float bound) {
-  const TensorScale<float> tensor = tensor_scale(amax, bound);
-  return encode_multiplier(e4m3_decode<float>(scale), tensor) * 0.125f;
+// The scale of a batch entry, and its table.
+__device__ __forceinline__ float prepare_form(const StoredForm& form, int32_t entry,
+                                              LineScale& line, float* table) {
+  if (!form.wanted) return 0.0f;
+  const float amax = amax_at(form, entry), bound = static_cast<float>(form.bound);
+  table[threadIdx.x] =
+      encode_multiplier(e4m3_decode<float>(threadIdx.x), tensor_scale(amax, bound)) * 0.125f;
+  if (threadIdx.x == 0) line = LineScale::of(amax, bound);
+  return amax;
+}
+template <class V>
+__device__ __noinline__ void prepare_entry(const QuantizeProblem& p, TileMemory<V>& memory,
+                                           int32_t entry) {
+  const float row = prepare_form(p.row, entry, memory.row, memory.row_table);
+  const float column = prepare_form(p.column, entry, memory.column, memory.column_table);
+  if (threadIdx.x == 0) memory.same = row == column && p.row.bound == p.column.bound;
 }
 
-// Tables of a batch entry; lines of a super-tile.
-template <class X>
-__device__ __noinline__ void prepare_super(const TileTask& task, Shared<X> shared, Cursor at) {
-  const QuantizeProblem& p = task.q.p;
-  const int64_t block0 = static_cast<int64_t>(at.row0) * kTileBlocks;
-  const int64_t column0 = static_cast<int64_t>(at.column0) * kTileColumns;
-  for (int row_wise = 0; !p.row_scaled && !p.grouped && row_wise < 2; ++row_wise) {
-    const StoredForm& form = row_wise ? p.row : p.column;
-    if (!form.wanted) continue;
-    const float amax = amax_at(form, at.entry), bound = static_cast<float>(form.bound);
-    shared.table(row_wise)[threadIdx.x] = table_entry(threadIdx.x, amax, bound);
-    if (threadIdx.x == 0) *shared.tensor(row_wise) = LineScale::of(amax, bound);
-  }
-  for (int i = threadIdx.x; p.row_scaled && p.row.wanted && i < shared.super_rows; i += kThreads) {
-    const int64_t row = block0 * kBlock + i;
-    const float amax = row < p.m ? amax_at(p.row, at.entry * p.m + row) : 0.0f;
-    shared.row_lines()[i] = LineScale::of(amax, static_cast<float>(p.row.bound));
-  }
-  for (int i = threadIdx.x; p.row_scaled && p.column.wanted && i < shared.super_columns;
-       i += kThreads) {
-    const int64_t column = column0 + i;
-    const float amax = column < p.k ? amax_at(p.column, at.entry * p.k + column) : 0.0f;
-    shared.column_lines()[i] = LineScale::of(amax, static_cast<float>(p.column.bound));
-  }
+// Under row scaling, the scales of a super-tile's rows or columns.
+__device__ __noinline__ void prepare_lines(const StoredForm& form, int64_t first, int64_t extent,
+                                           LineScale* lines, int count) {
+  if (!form.wanted) return;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count; i += kThreads)
+    lines[i] =
+        LineScale::of(i < extent ? amax_at(form, first + i) : 0.0f, static_cast<float>(form.bound));
 }
 
 // ---- The kernel --------------------------------------------------------------------------------
 
-template <class V, class X = typename V::X>
-__global__ void __launch_bounds__(kThreads, sizeof(X) == 2 ? 4 : 3)
+template <class V>
+__global__ void __launch_bounds__(kThreads, 4)
     quantize_tiles(const __grid_constant__ TileTask task) {
-  extern __shared__ __align__(128) uint8_t memory[];
+  __shared__ TileMemory<V> memory;
   const QuantizeProblem& p = task.q.p;
+  const auto draw_unit = [&] { return gridDim.x + atomicAdd(task.q.units, 1u); };
+  Cursor now;
+  now.take(task.grid, blockIdx.x);
+  fetch<V>(task, now, memory.stage);
+  if (threadIdx.x == 0) memory.unit[0] = draw_unit();
   store_given_amaxes(p);
-  const Shared<X> shared = {memory, task.grid.row_span * kTileRows,
-                            task.grid.column_span * kTileColumns};
-  static_assert(kStages == 2, "one tile is under work and one under way");
-  Cursor now = Cursor::first(task.grid), next = now;
-  fetch<V>(task, now, shared.stage(0));
-  commit_copies();
-  next.advance(task.grid);
-  if (next.exists(task.grid)) fetch<V>(task, next, shared.stage(1));
-  commit_copies();
-  int stage = 0;
-  bool fresh = true;  // the first tile of a super-tile
+  int32_t entry = -1;            // whose scales are there
+  uint32_t first_sub = now.sub;  // of the unit
+  uint32_t which = 0;            // of memory.unit
+  await_copies();
+  __syncthreads();
   while (now.exists(task.grid)) {
-    if (fresh) prepare_super(task, shared, now);
-    ScaledBlock block;
-    if (V::kScaling == Scaling::kGroups) block = TileWork<V>::find_block(task, shared, now);
-    await_copies<kStages - 1>();
-    __syncthreads();
-    {
-      if (V::kScaling != Scaling::kGroups) block = TileWork<V>::find_block(task, shared, now);
-      const TileWork<V> work = TileWork<V>::of(task, shared, now, stage, block);
-      Patch x;
-      load_patch(work.stage, work.place.row, work.place.column, x);
-      const Again again = quantize_patch(work, x);
-      if (again.rows) redo_rows<V>(task, shared, now, stage);
-      if (again.columns) redo_columns<V>(task, shared, now, stage);
+    if (V::kScaling == Scaling::kTensor && now.entry != entry)
+      prepare_entry<V>(p, memory, entry = now.entry);
+    if (V::kScaling == Scaling::kLines && now.sub == first_sub) {
+      const int64_t row = now.block * kBlock, column = now.column;
+      prepare_lines(p.row, now.entry * p.m + row, p.m - row, memory.row_lines, kSuperRows);
+      prepare_lines(p.column, now.entry * p.k + column, p.k - column, memory.column_lines,
+                    kSuperColumns);
     }
-    __syncthreads();
-    Cursor ahead = next;
-    if (next.exists(task.grid)) ahead.advance(task.grid);
-    if (ahead.exists(task.grid)) fetch<V>(task, ahead, shared.stage(stage));
-    commit_copies();
-    if (p.column.wanted) store_column_codes(task, shared, now);
-    fresh = next.super != now.super;
-    if (fresh) store_super_scales(task, shared, now);
+    Patch x;
+    if constexpr (V::kMade)
+      make_elements(TileWork<V>::of(task, memory, now), x);
+    else
+      load_elements(TileWork<V>::of(task, memory, now), x);
+    __syncthreads();  // the stage is free, what was prepared is there
+    Cursor next = now;
+    const bool last = ++next.sub == now.end;
+    uint32_t drawn = 0;
+    if (last) {
+      next.take(task.grid, memory.unit[which]);
+      if (threadIdx.x == 0) drawn = draw_unit();
+    }
+    if (next.exists(task.grid)) fetch<V>(task, next, memory.stage);
+    {
+      const TileWork<V> work = TileWork<V>::of(task, memory, now);
+      const bool both = p.row.wanted && p.column.wanted;
+      const Again again =
+          !V::kStochastic && !V::kMixed && both ? quantize_both(work, x) : quantize_each(work, x);
+      if (again.rows) redo_rows<V>(task, memory, now);
+      if (again.columns) redo_columns<V>(task, memory, now);
+    }
+    if (last) {
+      which ^= 1;
+      if (threadIdx.x == 0) memory.unit[which] = drawn;
+    }
+    await_copies();
+    __syncthreads();  // codes and scales are staged, the next tile is there
+    if (p.column.wanted) store_column_codes<V>(task, memory, now);
+    if (last) {
+      store_scales<V>(task, memory, now, first_sub);
+      first_sub = next.sub;
+    }
     now = next;
-    next = ahead;
-    stage ^= 1;
   }
-}
-
-// Tiles that the busiest of `slots` thread blocks has.
-int64_t busiest(const Grid& grid, int64_t slots) {
-  return ceil_div(grid.supers, slots) * grid.row_span * grid.column_span;
-}
-
-Grid grid_of(const QuantizeTask& task, int row_span, int column_span) {
-  Grid grid = {};
-  grid.row_tiles = static_cast<int32_t>(ceil_div(task.row_blocks, kTileBlocks));
-  grid.column_tiles = static_cast<int32_t>(ceil_div(task.p.k, kTileColumns));
-  grid.row_span = row_span;
-  while ((1 << grid.row_span_log) < row_span) ++grid.row_span_log;
-  grid.column_span = column_span;
-  grid.super_rows = static_cast<int32_t>(ceil_div(grid.row_tiles, row_span));
-  grid.super_columns = static_cast<int32_t>(ceil_div(grid.column_tiles, column_span));
-  grid.supers = static_cast<int32_t>(task.p.batch) * grid.super_rows * grid.super_columns;
-  return grid;
 }
 
 template <class V>
@@ -572,32 +609,22 @@ cudaError_t launch(const QuantizeTask& q, cudaStream_t stream) {
   task.k = static_cast<int32_t>(q.p.k);
   task.row_blocks = static_cast<int32_t>(q.row_blocks);
   for (int i = 0; i < 8; ++i) task.places.of[i] = 1u << (4 * i);
-  using X = typename V::X;
+  task.grid.super_rows = static_cast<uint32_t>(ceil_div(q.row_blocks, kRowSpan * kTileBlocks));
+  task.grid.super_columns = static_cast<uint32_t>(ceil_div(q.p.k, kSuperColumns));
+  task.grid.supers =
+      static_cast<uint32_t>(q.p.batch) * task.grid.super_rows * task.grid.super_columns;
   const auto kernel = quantize_tiles<V>;
-  int processors = 0;
+  int processors = 0, resident = 0;
   cudaError_t error = multiprocessors(&processors);
+  if (error == cudaSuccess)
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, 0);
   if (error != cudaSuccess) return error;
-  // The largest super-tile that leaves the work even, and whose scales leave room in shared memory
-  // for as many thread blocks: float32 stages and the scales of lines take more of it.
-  const int spans[][2] = {{kMostRowSpan, kMostColumnSpan}, {2, 4}, {2, 2}, {1, 2}, {1, 1}};
-  const int64_t slots = processors * (sizeof(X) == 2 ? 4 : 3);
-  const int64_t even = busiest(grid_of(q, 1, 1), slots);
-  for (const auto& span : spans) {
-    const int64_t most = sizeof(X) == 4 ? 4 : q.p.row_scaled ? 8 : 16;
-    if (span[0] * span[1] > most) continue;
-    task.grid = grid_of(q, span[0], span[1]);
-    if (10 * busiest(task.grid, slots) <= 11 * even) break;
-  }
-  const size_t bytes = shared_bytes<X>(task.grid, q.p.row_scaled);
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(bytes));
-  if (error != cudaSuccess) return error;
-  int resident = 0;
-  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, kThreads, bytes);
-  if (error != cudaSuccess) return error;
-  const int64_t most = static_cast<int64_t>(processors) * (resident > 0 ? resident : 1);
-  const int64_t blocks = task.grid.supers < most ? task.grid.supers : most;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, bytes, stream>>>(task);
+  // The last tiles are drawn one by one, two or so a thread block.
+  const auto slots = static_cast<uint32_t>(processors * (resident > 0 ? resident : 1));
+  const uint32_t single = slots * 2 / kSuperTiles;
+  task.grid.whole = task.grid.supers > single ? task.grid.supers - single : 0;
+  const uint32_t units = task.grid.units(), blocks = units < slots ? units : slots;
+  kernel<<<blocks, kThreads, 0, stream>>>(task);
   return cudaGetLastError();
 }
 
@@ -619,6 +646,20 @@ cudaError_t launch_dtype(const QuantizeTask& task, cudaStream_t stream) {
   return launch_scaling<X, Scaling::kTensor>(task, stream);
 }
 
+template <Activation activation>
+cudaError_t launch_made(const QuantizeTask& task, cudaStream_t stream) {
+  constexpr Scaling kGroups = Scaling::kGroups;
+  if (task.p.column.wanted && task.p.column.hadamard)
+    return launch<Variant<uint16_t, kGroups, false, true, activation>>(task, stream);
+  return launch<Variant<uint16_t, kGroups, false, false, activation>>(task, stream);
+}
+
+// What is supported of activations: made of bfloat16 values by one with a gate, in groups.
+bool makes(const QuantizeProblem& p) {
+  return p.x_dtype == DType::kBF16 && p.compute == DType::kBF16 &&
+         p.activation.kind <= kLastGated && p.grouped && p.seed == nullptr;
+}
+
 }  // namespace
 
 bool quantize_tiles_supports(const QuantizeProblem& p) {
@@ -630,14 +671,28 @@ bool quantize_tiles_supports(const QuantizeProblem& p) {
   };
   const int64_t row_blocks = p.grouped ? grouped_blocks(p.m, p.groups) : ceil_div(p.m, kBlock);
   const int64_t tiles = p.batch * ceil_div(row_blocks, kTileBlocks) * ceil_div(p.k, kTileColumns);
-  return bfloat16_values && plain(p.row) && plain(p.column) && p.groups > 0 && tiles > 0 &&
-         p.k % (2 * kBlock) == 0 &&       // rows of codes in 16-byte steps
-         !(p.row_scaled && p.grouped) &&  // lines would change inside a tile
+  const bool given = p.activation.kind == Activation::kNone;
+  return (given ? bfloat16_values : makes(p)) && plain(p.row) && plain(p.column) && p.groups > 0 &&
+         tiles > 0 && p.k % (2 * kBlock) == 0 &&  // rows of codes in 16-byte steps
+         !(p.row_scaled && p.grouped) &&          // lines would change inside a tile
          !(p.tile == kBlock && p.column.wanted && p.column.hadamard) &&  // a tile of mixed values
-         p.batch * (p.m + p.k) < (int64_t{1} << 30) && tiles < (int64_t{1} << 30);  // 32 bits
+         p.k < (1 << 26) && row_blocks < (1 << 22) &&                    // a tile in 32 bits
+         p.batch * (p.m + p.k) < (int64_t{1} << 30) && tiles < (int64_t{1} << 28);  // 32 bits
 }
 
 cudaError_t launch_quantize_tiles(const QuantizeTask& task, cudaStream_t stream) {
+  switch (task.p.activation.kind) {
+    case Activation::kSwiglu:
+      return launch_made<Activation::kSwiglu>(task, stream);
+    case Activation::kGeglu:
+      return launch_made<Activation::kGeglu>(task, stream);
+    case Activation::kClampedQgeglu:
+      return launch_made<Activation::kClampedQgeglu>(task, stream);
+    case Activation::kSituGlu:
+      return launch_made<Activation::kSituGlu>(task, stream);
+    default:
+      break;
+  }
   return task.p.x_dtype == DType::kF32 ? launch_dtype<float>(task, stream)
                                        : launch_dtype<uint16_t>(task, stream);
 }

@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(QuantizeTask task) {
     block = last(after, shared);
   }
   if (threadIdx.x == 0) first_row[groups] = static_cast<int32_t>(row);
+  if (threadIdx.x == 0 && entry == 0) *task.units = 0;
   __syncthreads();
   for (int64_t b = threadIdx.x; b < task.row_blocks; b += kPlanThreads) {
     RowBlock found = {0, 0, 0, 0};
@@ -134,19 +135,22 @@ __global__ void __launch_bounds__(kClearThreads) finish_groups(QuantizeTask task
 
 // Zeros in both amaxes, of which either count may be 0.
 __global__ void __launch_bounds__(kClearThreads)
-    clear_amaxes(float* row, int64_t row_count, float* column, int64_t column_count) {
+    clear_amaxes(float* row, int64_t row_count, float* column, int64_t column_count,
+                 uint32_t* units) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kClearThreads + threadIdx.x;
+  if (i == 0) *units = 0;
   if (i < row_count) row[i] = 0.0f;
   if (i < column_count) column[i] = 0.0f;
 }
 
-cudaError_t launch_clear_amaxes(const QuantizeProblem& p, cudaStream_t stream) {
+cudaError_t launch_clear_amaxes(const QuantizeTask& task, cudaStream_t stream) {
+  const QuantizeProblem& p = task.p;
   const int64_t row = p.row.wanted ? amax_count(p, true) : 0;
   const int64_t column = p.column.wanted ? amax_count(p, false) : 0;
   const int64_t most = row < column ? column : row;
   if (most == 0) return cudaSuccess;
   clear_amaxes<<<static_cast<unsigned>(ceil_div(most, kClearThreads)), kClearThreads, 0, stream>>>(
-      p.row.amax, row, p.column.amax, column);
+      p.row.amax, row, p.column.amax, column, task.units);
   return cudaGetLastError();
 }
 
@@ -164,6 +168,7 @@ bool form_is_valid(const QuantizeProblem& p, const StoredForm& form, bool row_wi
 }
 
 bool is_valid(const QuantizeProblem& p) {
+  const Activation activation = p.activation.kind;
   const bool given_row = p.row.wanted && p.row.given_amax != nullptr;
   const bool given_column = p.column.wanted && p.column.given_amax != nullptr;
   const bool given_agree = !p.row.wanted || !p.column.wanted || given_row == given_column;
@@ -171,9 +176,9 @@ bool is_valid(const QuantizeProblem& p) {
   return p.batch >= 0 && p.m >= 0 && p.k >= 0 && p.groups >= 0 && p.batch <= 65535 &&
          p.m <= INT_MAX - 16 * (p.groups + 16) && p.k <= INT_MAX - 256 &&
          (p.tile == 1 || p.tile == kBlock) && (p.grouped || p.groups == 1) &&
-         !(p.row_scaled && (p.tile != 1 || p.seed != nullptr)) &&
-         (p.values == nullptr || p.row.wanted) && given_agree && form_is_valid(p, p.row, true) &&
-         form_is_valid(p, p.column, false);
+         !(p.row_scaled && (p.tile != 1 || p.seed != nullptr)) && activation >= Activation::kNone &&
+         activation <= Activation::kSquaredRelu && (p.values == nullptr || p.row.wanted) &&
+         given_agree && form_is_valid(p, p.row, true) && form_is_valid(p, p.column, false);
 }
 
 cudaError_t launch_groups(const QuantizeTask& task, cudaStream_t stream) {
@@ -201,13 +206,14 @@ cudaError_t multiprocessors(int* count) {
 int64_t lay_out_scratch(QuantizeTask& task, void* scratch) {
   const QuantizeProblem& p = task.p;
   task.row_blocks = p.grouped ? grouped_blocks(p.m, p.groups) : ceil_div(p.m, kBlock);
-  if (!p.grouped) return 0;
   int64_t end = 0;
   const auto take = [&](auto*& pointer, int64_t count) {
     using Item = std::remove_reference_t<decltype(*pointer)>;
     if (scratch != nullptr) pointer = reinterpret_cast<Item*>(static_cast<uint8_t*>(scratch) + end);
     end += count * static_cast<int64_t>(sizeof(Item));
   };
+  take(task.units, 4);  // whose number keeps the tables aligned
+  if (!p.grouped) return end;
   take(task.blocks, p.batch * task.row_blocks);
   take(task.scaled, p.batch * task.row_blocks);
   take(task.group_rows, p.batch * p.groups);
@@ -240,14 +246,17 @@ cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scra
   if (p.grouped) error = launch_groups(task, stream);
   if (error != cudaSuccess) return error;
   const bool given = (p.row.wanted ? p.row : p.column).given_amax != nullptr;
-  if (!given) error = launch_clear_amaxes(p, stream);
+  if (!given) error = launch_clear_amaxes(task, stream);
   if (error != cudaSuccess) return error;
   if (!given) error = launch_amaxes(task, stream);
   if (error != cudaSuccess) return error;
   if (p.grouped) error = launch_finish(task, stream);
   if (error != cudaSuccess) return error;
   if (quantize_rows_supports(p)) return launch_quantize_rows(task, stream);
-  if (quantize_tiles_supports(p)) return launch_quantize_tiles(task, stream);
+  if (quantize_tiles_supports(p)) {
+    if (given && !p.grouped) error = cudaMemsetAsync(task.units, 0, sizeof(*task.units), stream);
+    return error == cudaSuccess ? launch_quantize_tiles(task, stream) : error;
+  }
   return launch_quantize_any(task, stream);
 }
 

@@ -8,7 +8,7 @@
 // outputs that are asked for is written; the scratch needs no initial value.
 //
 // Bytes moved per element of x (width w): w if amaxes are computed, w for the codes, 0.5625 a form
-// and 2 for the values.
+// and 2 for the values. An activation with a gate reads 2 w in the place of w, and writes no x.
 #ifndef JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TRANSPOSE_H_
 #define JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TRANSPOSE_H_
 
@@ -34,10 +34,23 @@ struct StoredForm {
   const float* given_amax;  // as many, not negative (unchecked); null = computed from x
 };
 
+// How x is made while it is read, in each pass again and never written. With one, QuantizeProblem's
+// x is h: [batch, m, 2 k] for a gated activation, gate columns first, else [batch, m, k]; what is
+// quantized is act(h) * weight in float32, by the formulas of jax_fp4/_activations.py in the order
+// written there, rounded once to `compute`. Its bits are those of that composition up to the last
+// bits of the platform's exp and tanh, and all passes see the same ones. Finite h gives NaN
+// nowhere, and what is finite wherever it fits; NaN stays NaN, Inf may become NaN.
+struct ActivatedInput {
+  Activation kind;                           // kNone: the rest is not read
+  float limit, alpha, offset, beta1, beta2;  // only those of the formula are read
+  const float* weights;                      // [batch, m], of rows; null = none
+};
+
 struct QuantizeProblem {
   const void* x;
   DType x_dtype;
   DType compute;  // x is rounded to it first
+  ActivatedInput activation;
   int64_t batch, m, k;
   int32_t tile;  // rows that share a scale: 1 or 16
   bool row_scaled;

@@ -51,27 +51,27 @@ constexpr int kAcross = 1, kDown = 8;  // lanes that hold the other half of a bl
 struct EightScales {
   uint32_t bytes[2];
   float multiplier[kPatch];
-};
 
-// From the maxima of four pairs of lines. line(i) is the scale of line i; `table` may be null.
-template <class Line>
-__device__ __forceinline__ void choose_scales(const uint32_t most[4], const Line& line,
-                                              const float* table, EightScales& out) {
-  uint32_t two[4];
+  // From the maxima of four pairs of lines. line(i) is the scale of line i; `table` may be null.
+  template <class Line>
+  __device__ __forceinline__ void choose(const uint32_t most[4], const Line& line,
+                                         const float* table) {
+    uint32_t two[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    two[i] = scale_pair(most[i], line(2 * i).per_block, line(2 * i + 1).per_block);
-  out.bytes[0] = __byte_perm(two[0], two[1], 0x5410);
-  out.bytes[1] = __byte_perm(two[2], two[3], 0x5410);
-  if (table != nullptr) {
+    for (int i = 0; i < 4; ++i)
+      two[i] = scale_pair(most[i], line(2 * i).per_block, line(2 * i + 1).per_block);
+    bytes[0] = __byte_perm(two[0], two[1], 0x5410);
+    bytes[1] = __byte_perm(two[2], two[3], 0x5410);
 #pragma unroll
-    for (int i = 0; i < kPatch; ++i) out.multiplier[i] = table[(two[i / 2] >> (i % 2 * 8)) & 0x7Fu];
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i)
-      out.multiplier[i] = eighth_multiplier((two[i / 2] >> (i % 2 * 8)) & 0x7Fu, line(i).decode);
+    for (int i = 0; i < kPatch; ++i) {
+      const uint32_t byte = i % 2 == 0 ? two[i / 2] & 0xFFu : two[i / 2] >> 8;  // at most 0x7F
+      multiplier[i] = table != nullptr ? table[byte] : eighth_multiplier(byte, line(i).decode);
+    }
   }
-}
+  __device__ __forceinline__ bool has_nan() const {
+    return has_nan_scale(bytes[0]) || has_nan_scale(bytes[1]);
+  }
+};
 
 // Maxima of pairs of rows, low half the even one, over whole blocks.
 __device__ __forceinline__ void row_maxima(const Patch& x, uint32_t most[4]) {
@@ -99,22 +99,7 @@ __device__ __forceinline__ void column_maxima(const Patch& x, uint32_t most[4]) 
   }
 }
 
-// The sign bits of a patch's columns, at the top of each nibble, from row 0 on.
-__device__ __forceinline__ void column_signs(const Patch& x, uint32_t signs[kPatch]) {
-#pragma unroll
-  for (int j = 0; j < kPatch / 2; ++j) {
-    uint32_t first = 0, second = 0;  // rows 0-3 and 4-7: the low column, then the high one
-#pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      first += (x.pair[r][j] & 0x80008000u) >> (12 - 4 * r);
-      second += (x.pair[r + 4][j] & 0x80008000u) >> (12 - 4 * r);
-    }
-    signs[2 * j] = __byte_perm(first, second, 0x5410);
-    signs[2 * j + 1] = __byte_perm(first, second, 0x7632);
-  }
-}
-
-// Of the 16x16 tile, everywhere.
+// From the maxima of rows: those of the 16x16 tile, everywhere.
 __device__ __forceinline__ void square_maxima(uint32_t most[4]) {
   uint32_t all = max_magnitude(max_magnitude(most[0], most[1]), max_magnitude(most[2], most[3]));
   all = max_magnitude(all, __byte_perm(all, all, 0x1032));
@@ -123,17 +108,17 @@ __device__ __forceinline__ void square_maxima(uint32_t most[4]) {
   for (int i = 0; i < 4; ++i) most[i] = all;
 }
 
-// The random words of this patch's halves of eight lines, of which two lanes hold the two halves.
-// Each draws four whole blocks, together so that they share the keys and the loop stays short, and
-// gives the other lane its half. count(i, word) makes the counter of line i.
-template <class Count>
-__device__ __forceinline__ void draw_eight(const Origin& origin, const Count& count, int half,
-                                           int partner, uint32_t random[kPatch][2]) {
+// The random words of this patch's halves of eight lines' blocks, of which two lanes hold the two
+// halves. Each draws four whole blocks, together so that they share the keys and the loop stays
+// short, and gives the other lane its half.
+__device__ __forceinline__ void draw_eight(const Origin& origin, int32_t line, int32_t block,
+                                           int half, int partner, uint32_t random[kPatch][2]) {
   uint32_t word[kPatch / 2][4];
+  uint64_t index = origin.index(line + half, block);
 #pragma unroll
-  for (int i = 0; i < kPatch / 2; ++i) count(2 * i + half, word[i]);
+  for (int i = 0; i < kPatch / 2; ++i, index += 2 * origin.blocks) origin.count(index, word[i]);
   uint32_t key0 = origin.key0, key1 = origin.key1;
-#pragma unroll 1
+#pragma unroll 5
   for (int round = 0; round < kPhiloxRounds; ++round) {
 #pragma unroll
     for (int i = 0; i < kPatch / 2; ++i) philox_round<float>(word[i], key0, key1);
@@ -155,14 +140,16 @@ __device__ __forceinline__ void draw_eight(const Origin& origin, const Count& co
 __device__ __forceinline__ void mix_columns(Patch& x, int half) {
   const uint32_t signs = half ? kHadamardSigns >> kPatch : kHadamardSigns & 0xFFu;
   const float own = half ? -1.0f : 1.0f;
+  uint32_t flip[kPatch];
+#pragma unroll
+  for (int r = 0; r < kPatch; ++r) flip[r] = (signs >> r) << 31;
 #pragma unroll
   for (int j = 0; j < kPatch / 2; ++j) {
     float v[2][kPatch];
 #pragma unroll
     for (int r = 0; r < kPatch; ++r) {
-      const uint32_t pair = x.pair[r][j] ^ (((signs >> r) & 1u) * 0x80008000u);
-      v[0][r] = low_half(pair);
-      v[1][r] = high_half(pair);
+      v[0][r] = __uint_as_float(x.pair[r][j] * 0x10000u + flip[r]);
+      v[1][r] = __uint_as_float((x.pair[r][j] & 0xFFFF0000u) ^ flip[r]);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

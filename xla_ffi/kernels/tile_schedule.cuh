@@ -13,8 +13,9 @@ constexpr int kThreads = 128;
 constexpr int kTileBlocks = 4;
 constexpr int kTileRows = kTileBlocks * kBlock, kTileColumns = 128;
 constexpr int kPatch = 8;
-constexpr int kStages = 2;
-constexpr int kMostRowSpan = 4, kMostColumnSpan = 4;  // tiles of a super-tile
+// Tiles of a super-tile, row of tiles fastest.
+constexpr int kRowSpan = 2, kColumnSpan = 2, kSuperTiles = kRowSpan * kColumnSpan;
+constexpr int kSuperRows = kRowSpan * kTileRows, kSuperColumns = kColumnSpan * kTileColumns;
 
 // ---- Variants ----------------------------------------------------------------------------------
 
@@ -23,23 +24,33 @@ enum class Scaling { kTensor, kLines, kGroups };
 
 // A kernel each: code that is not needed would lie between what is, and the instruction cache is
 // what limits a kernel as long as this.
-template <class X_, Scaling scaling, bool stochastic, bool mixed>
+template <class X_, Scaling scaling, bool stochastic, bool mixed,
+          Activation activation = Activation::kNone>
 struct Variant {
   using X = X_;
   static constexpr Scaling kScaling = scaling;
   static constexpr bool kStochastic = stochastic;
   static constexpr bool kMixed = mixed;  // the Hadamard transform, column-wise
+  // Gated: what is staged of x is then its gate and its linear columns.
+  static constexpr Activation kActivation = activation;
+  static constexpr bool kMade = activation != Activation::kNone;
+  static_assert(!kMade || (activation <= kLastGated && scaling == Scaling::kGroups));
 };
 
 // ---- Which tiles -------------------------------------------------------------------------------
 
+// Units of work, which thread blocks draw one after another: super-tiles, and single tiles for the
+// last of them, so that all blocks end together.
 struct Grid {
-  int32_t row_tiles, column_tiles;  // of a batch entry
-  int32_t row_span, column_span;    // tiles of a super-tile
-  int32_t row_span_log;
-  int32_t super_rows, super_columns;  // super-tiles of a batch entry
-  int32_t supers;                     // of all entries
+  uint32_t super_rows, super_columns;  // super-tiles of a batch entry
+  uint32_t supers;                     // of all entries
+  uint32_t whole;                      // of these are drawn whole
+
+  __host__ __device__ uint32_t units() const { return whole + (supers - whole) * kSuperTiles; }
 };
+// Super-tiles follow one another down the columns of bands so high: what is at work at a time
+// shares rows of x and of both forms.
+constexpr uint32_t kBand = 32 / kRowSpan;
 
 // Index of the first element of row `row`, of rows that are `width` wide.
 __device__ __forceinline__ int64_t row_start(int32_t row, int32_t width) {
@@ -66,44 +77,35 @@ struct TileTask {
   }
 };
 
-// Walks the tiles of a thread block's super-tiles.
+// Walks the tiles of the units that a thread block draws.
 struct Cursor {
-  int32_t super;
-  int32_t entry, row0, column0;  // of the super-tile, in tiles
-  int32_t sub;
+  uint32_t super, sub;
+  uint32_t end;                  // of the unit's tiles
+  int32_t entry, block, column;  // batch entry, first row block and first column of the super-tile
 
-  __device__ void locate(const Grid& grid) {
-    const auto at = static_cast<uint32_t>(super);
-    const uint32_t rest = at / static_cast<uint32_t>(grid.super_rows);
-    row0 = static_cast<int32_t>(at % static_cast<uint32_t>(grid.super_rows)) * grid.row_span;
-    column0 =
-        static_cast<int32_t>(rest % static_cast<uint32_t>(grid.super_columns)) * grid.column_span;
-    entry = static_cast<int32_t>(rest / static_cast<uint32_t>(grid.super_columns));
+  __device__ __forceinline__ void take(const Grid& grid, uint32_t unit) {
+    if (unit < grid.whole) {
+      super = unit, sub = 0, end = kSuperTiles;
+    } else {
+      const uint32_t tile = unit - grid.whole;
+      super = grid.whole + tile / kSuperTiles, sub = tile % kSuperTiles, end = sub + 1;
+    }
+    const uint32_t of_entry = grid.super_rows * grid.super_columns, in_entry = super % of_entry;
+    const uint32_t of_band = kBand * grid.super_columns, in_band = in_entry % of_band;
+    const uint32_t first = in_entry / of_band * kBand, height = min(kBand, grid.super_rows - first);
+    entry = static_cast<int32_t>(super / of_entry);
+    column = static_cast<int32_t>(in_band / height) * kSuperColumns;
+    block = static_cast<int32_t>(first + in_band % height) * (kRowSpan * kTileBlocks);
   }
-  __device__ static Cursor first(const Grid& grid) {
-    Cursor cursor = {static_cast<int32_t>(blockIdx.x), 0, 0, 0, 0};
-    cursor.locate(grid);
-    return cursor;
+  __device__ __forceinline__ bool exists(const Grid& grid) const { return super < grid.supers; }
+
+  __device__ __forceinline__ int32_t sub_row() const { return sub % kRowSpan; }
+  __device__ __forceinline__ int32_t sub_column() const { return sub / kRowSpan; }
+  // First column, and first row block, of the tile, which may lie outside.
+  __device__ __forceinline__ int32_t tile_column() const {
+    return column + sub_column() * kTileColumns;
   }
-  // Row of tiles fastest.
-  __device__ int32_t sub_row(const Grid& grid) const { return sub & (grid.row_span - 1); }
-  __device__ int32_t sub_column(const Grid& grid) const { return sub >> grid.row_span_log; }
-  // First column, and first row block, of the tile.
-  __device__ int32_t column(const Grid& grid) const {
-    return (column0 + sub_column(grid)) * kTileColumns;
-  }
-  __device__ int32_t block(const Grid& grid) const { return (row0 + sub_row(grid)) * kTileBlocks; }
-  __device__ bool exists(const Grid& grid) const { return super < grid.supers; }
-  __device__ void advance(const Grid& grid) {
-    do {
-      if (++sub == grid.row_span * grid.column_span) {
-        sub = 0;
-        super += gridDim.x;
-        locate(grid);
-      }
-    } while (exists(grid) && (row0 + sub_row(grid) >= grid.row_tiles ||
-                              column0 + sub_column(grid) >= grid.column_tiles));
-  }
+  __device__ __forceinline__ int32_t tile_block() const { return block + sub_row() * kTileBlocks; }
 };
 
 }  // namespace

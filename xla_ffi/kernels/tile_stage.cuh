@@ -9,46 +9,34 @@ namespace {  // of the one kernel file that includes it
 
 // ---- Shared memory -----------------------------------------------------------------------------
 
-// Sizes follow the spans, so the parts are pointers.
-template <class X>
-struct Shared {
-  uint8_t* base;
-  int32_t super_rows, super_columns;  // elements of a super-tile
-
-  __device__ X* stage(int i) const {
-    return reinterpret_cast<X*>(base) + i * (kTileRows * kTileColumns);
-  }
-  __device__ uint8_t* column_codes() const {
-    return base + kStages * kTileRows * kTileColumns * sizeof(X);
-  }
-  // Scaling::kTensor: the scale of the batch entry.
-  __device__ LineScale* tensor(bool row_wise) const {
-    return reinterpret_cast<LineScale*>(column_codes() + kTileColumns * kTileRows / 2) +
-           (row_wise ? 0 : 1);
-  }
-  // And an eighth of the multiplier of each scale byte.
-  __device__ float* table(bool row_wise) const {
-    return reinterpret_cast<float*>(tensor(true) + 2) + (row_wise ? 0 : 128);
-  }
-  // [column block, row] and [row block, column] of the super-tile.
-  __device__ uint8_t* row_scales() const { return reinterpret_cast<uint8_t*>(table(true) + 256); }
-  __device__ uint8_t* column_scales() const {
-    return row_scales() + super_rows * super_columns / kBlock;
-  }
-  // Under row scaling only: of the super-tile's rows and columns.
-  __device__ LineScale* row_lines() const {
-    return reinterpret_cast<LineScale*>(column_scales() + super_rows * super_columns / kBlock);
-  }
-  __device__ LineScale* column_lines() const { return row_lines() + super_rows; }
-};
-
-template <class X>
-size_t shared_bytes(const Grid& grid, bool row_scaled) {
-  const size_t rows = grid.row_span * kTileRows, columns = grid.column_span * kTileColumns;
-  return kStages * kTileRows * kTileColumns * sizeof(X) + kTileColumns * kTileRows / 2 +
-         2 * sizeof(LineScale) + 256 * sizeof(float) + rows * columns / 8 +
-         (row_scaled ? (rows + columns) * sizeof(LineScale) : 0);
+// Codes of a tile's columns, 32 bytes each. Sixteen bytes after every eighth column, so that the
+// patches of a warp meet each bank once.
+__device__ __forceinline__ int column_slot(int column) {
+  return column * (kTileRows / 2) + column / kPatch * 16;
 }
+constexpr int kCodeStride = kTileRows / 2 / 4;  // words from a column of a patch to the next
+constexpr int kColumnCodeBytes = kTileColumns * (kTileRows / 2) + kTileColumns / kPatch * 16;
+
+constexpr int kTileElements = kTileRows * kTileColumns;
+
+template <class V>
+struct alignas(128) TileMemory {
+  static constexpr bool kLines = V::kScaling == Scaling::kLines;
+
+  typename V::X stage[(V::kMade ? 2 : 1) * kTileElements];  // gate and linear columns, or x
+  uint8_t column_codes[kColumnCodeBytes];
+  // Of the super-tile: row-wise [column block, row], column-wise [row block, column].
+  uint8_t row_scales[kSuperRows * kSuperColumns / kBlock];
+  uint8_t column_scales[kSuperRows * kSuperColumns / kBlock];
+  // Scaling::kTensor: the scale of the batch entry, an eighth of the multiplier of each scale byte,
+  // and whether both directions have the same.
+  LineScale row, column;
+  float row_table[kLines ? 1 : 128], column_table[kLines ? 1 : 128];
+  bool same;
+  uint32_t unit[2];  // the one that is next, and the one after it
+  // Scaling::kLines: the scales of the super-tile's rows and columns.
+  LineScale row_lines[kLines ? kSuperRows : 1], column_lines[kLines ? kSuperColumns : 1];
+};
 
 // ---- Loading -----------------------------------------------------------------------------------
 
@@ -64,39 +52,41 @@ template <class V, class X = typename V::X>
 __device__ __forceinline__ void fetch(const TileTask& task, const Cursor& at, X* stage) {
   constexpr int kChunk = 16 / sizeof(X), kChunks = kTileColumns / kChunk;  // of a row
   constexpr int kRowsAtOnce = kThreads / kChunks;
-  const QuantizeProblem& p = task.q.p;
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
-  const int32_t column = at.column(task.grid) + chunk * kChunk, block0 = at.block(task.grid);
-  const X* corner = static_cast<const X*>(p.x) + column;
+  const int32_t column = at.tile_column() + chunk * kChunk, block0 = at.tile_block();
   X* to = stage + first * kTileColumns + swizzled<X>(chunk) * kChunk;
   const bool inside = column < task.k;
-  const int64_t step = row_start(kRowsAtOnce, task.k);
+  const uint32_t step = static_cast<uint32_t>(task.k) * kRowsAtOnce;
   if constexpr (V::kScaling != Scaling::kGroups) {
-    const int32_t row = block0 * kBlock + first, left = inside ? task.m - row : 0;
-    const X* from = corner + row_start(at.entry * task.m + row, task.k);
+    const int32_t row0 = block0 * kBlock, left = inside ? task.m - row0 - first : 0;
+    const X* corner =
+        static_cast<const X*>(task.q.p.x) + row_start(at.entry * task.m + row0, task.k);
+    const uint32_t from = static_cast<uint32_t>(first) * static_cast<uint32_t>(task.k) + column;
+    constexpr int kTimes = kTileRows / kRowsAtOnce, kStep = kRowsAtOnce * kTileColumns;
+    if (at.tile_column() + kTileColumns <= task.k && row0 + kTileRows <= task.m) {
 #pragma unroll
-    for (int r = 0; r < kTileRows; r += kRowsAtOnce, from += step)
-      copy_async(to + r * kTileColumns, from, r < left);
+      for (int r = 0; r < kTimes; ++r) copy_async(to + r * kStep, corner + (from + r * step));
+    } else {
+#pragma unroll
+      for (int r = 0; r < kTimes; ++r)
+        copy_async(to + r * kStep, corner + (from + r * step), r * kRowsAtOnce < left);
+    }
   } else {
+    constexpr int kParts = V::kMade ? 2 : 1;
 #pragma unroll
     for (int b = 0; b < kTileBlocks; ++b) {
       const RowBlock rows = task.row_block<V>(at.entry, block0 + b);
       const int32_t left = inside ? rows.rows - first : 0;
-      const X* from = corner + row_start(at.entry * task.m + rows.row + first, task.k);
+      const X* from = static_cast<const X*>(task.q.p.x) +
+                      row_start(at.entry * task.m + rows.row + first, task.k) * kParts + column;
 #pragma unroll
-      for (int r = 0; r < kBlock; r += kRowsAtOnce, from += step)
-        copy_async(to + (b * kBlock + r) * kTileColumns, from, r < left);
+      for (int r = 0; r < kBlock / kRowsAtOnce; ++r, from += static_cast<uint64_t>(step) * kParts)
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+          copy_async(to + (b * kBlock + r * kRowsAtOnce) * kTileColumns + part * kTileElements,
+                     from + static_cast<uint64_t>(part) * task.k, r * kRowsAtOnce < left);
     }
   }
-}
-
-// Element of a staged tile, as it is quantized.
-__device__ __forceinline__ float staged(const uint16_t* stage, int row, int column) {
-  return __uint_as_float(static_cast<uint32_t>(stage[row * kTileColumns + column]) << 16);
-}
-__device__ __forceinline__ float staged(const float* stage, int row, int column) {
-  const int chunk = swizzled<float>(column / 4);
-  return round_to_bfloat16(stage[row * kTileColumns + chunk * 4 + column % 4]);
 }
 
 }  // namespace

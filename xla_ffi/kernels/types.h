@@ -11,6 +11,21 @@ enum class DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
 // The error by which four-over-six chooses between its two scales; kNone is without four-over-six.
 enum class ErrorNorm : int32_t { kNone = 0, kMae = 1, kMse = 2 };
 
+// What x is made of h by, before it is quantized; kNone: x is given. Those up to kLastGated have a
+// gate: h has twice the columns of x, gate columns first.
+enum class Activation : int32_t {
+  kNone = 0,
+  kSwiglu = 1,
+  kGeglu = 2,
+  kClampedQgeglu = 3,
+  kSituGlu = 4,
+  kSilu = 5,
+  kGelu = 6,
+  kRelu = 7,
+  kSquaredRelu = 8,
+};
+constexpr Activation kLastGated = Activation::kSituGlu;
+
 // codes [batch, rows, blocks * 8], block_scale [batch, rows, blocks] -> out [batch, rows, extent].
 struct DequantizeProblem {
   const uint8_t* codes;
