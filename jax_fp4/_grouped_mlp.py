@@ -170,7 +170,7 @@ def _forward(arguments: Arguments, seeds, group_sizes, static: Static, needs_in:
     first = _modes.residuals(x, w_in, seed, qx, qw, recipe, needs_in, group_sizes)
 
     a = _weighted(static.activation(h.astype(jnp.float32)), probs).astype(dtype)
-    # Where it is quantized, CUDA makes it of h in the same kernels; no mode keeps it, so it is never written there.
+    # Where it is quantized, CUDA makes it of h in the same call; no mode keeps it, so nothing outside reads it there.
     qa, qw = _modes.operands(a, w_out, out_recipe, needs_out, group_sizes, Made(h, probs, static.activation))
     weights = None if probs is None or b_out is None else probs.astype(jnp.float32)
     y = _modes.multiply(qa, qw, dtype, group_sizes, compute=dtype, bias=b_out, bias_weights=weights)

@@ -134,9 +134,9 @@ def quantize_made(
 ) -> tuple[QuantizedTensor, ...]:
     """(`quantize` of x,), or `quantize_transpose` of x if `both`, where x is what `made` says.
 
-    On CUDA it is made in the kernels, from h, where they do so as fast as they read: x, where nothing else reads it, is
-    then dead code and never written. Its bits are those of x up to the last bits of exp and tanh, of which a CUDA
-    program has two. Elsewhere x is quantized.
+    On CUDA it is made of h in the call, in scratch that ends with it, together with its amax. x, where nothing else
+    reads it, is then dead code: XLA never writes it. What is quantized has the bits of x up to the last bits of exp and
+    tanh, of which a CUDA program has two. Elsewhere x is quantized.
     """
     op = "quantize_transpose" if both else "quantize"
     q = quantization(
@@ -145,8 +145,7 @@ def quantize_made(
     tensor = Tensor.of(op, x, 0, group_sizes, None)
     axes = (-1, 0) if both else (-1,)
     _note(op, tensor, q, axes, None)
-    fast = group_sizes is not None and made_fast(x, made.activation, q)
-    run = _made(op, is_strict(), q, made.activation if fast else None)
+    run = _made(op, is_strict(), q, made.activation)
     result = run(tensor.x, made.h, made.weights, tensor.group_sizes)
     return tuple(tensor.pack(result[3 * i : 3 * i + 3], q, axis) for i, axis in enumerate(axes))
 
@@ -277,22 +276,16 @@ def _implementation(op: str, implementation: Implementation, strict: bool, **sta
     return jax.jit(_undifferentiable(op, choose), inline=True)
 
 
-def made_fast(x: Float[Array, "m k"], activation: _ffi.Activated, q: Quantization) -> bool:
-    """Whether the tile kernel (quantize_tiles.cu) makes x; others would take longer than the passes that are saved."""
-    plain = not q.row_scaled and not q.four_over_six
-    return activation.gated and plain and x.dtype == jnp.bfloat16 and x.shape[-1] % (2 * BLOCK) == 0
-
-
 @functools.cache
-def _made(op: str, strict: bool, q: Quantization, activation: _ffi.Activated | None):
-    """x, h, weights, group_sizes -> what `op` makes of x; on CUDA, with an activation, of h."""
+def _made(op: str, strict: bool, q: Quantization, activation: _ffi.Activated):
+    """x, h, weights, group_sizes -> what `op` makes of x; on CUDA, of h."""
     absent = (None,) * (3 if op == "quantize_transpose" else 2)  # amaxes and seed
     quantized = _implementation(op, None, strict, q=q)
 
     def otherwise(x, h, weights, group_sizes):
         return quantized(x, *absent, group_sizes)
 
-    if _ffi.cuda_missing or activation is None:
+    if _ffi.cuda_missing:
         return otherwise
     native = _ffi.activate_quantize_transpose if op == "quantize_transpose" else _ffi.activate_quantize
 

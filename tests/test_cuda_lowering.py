@@ -103,8 +103,8 @@ def test_grouped_mlp_makes_its_second_input_in_the_quantizer(extension, mode):
             assert not quantized["cuda"]
 
 
-def test_the_second_input_is_written_nowhere_on_cuda(extension):
-    """Its value is read by no instruction of the forward: XLA removes it."""
+def test_xla_writes_no_second_input_on_cuda(extension):
+    """Its value is read by no instruction of the forward: XLA removes it. The call makes its own, in scratch."""
     text = lowered(lambda *a: mlp("dequant", *a), X, *MLP.values())
     made = re.search(r"(%\w+) = stablehlo.convert .*tensor<32x96xf32>\) -> tensor<32x96xbf16>", text)
     assert made is not None

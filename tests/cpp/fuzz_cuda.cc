@@ -112,7 +112,8 @@ struct Made {
   std::vector<float> weights;  // empty = none
 };
 
-cuda::QuantizeProblem shape_of(const Case& c, Values values) {
+// All but the pointers.
+cuda::QuantizeProblem shape_of(const Case& c, Values values, const Made* made) {
   const QuantizeCall& call = c.call;
   const QuantizeProblem& p = call.entry;
   const auto form = [](const StoredForm& f) {
@@ -125,7 +126,8 @@ cuda::QuantizeProblem shape_of(const Case& c, Values values) {
     return out;
   };
   cuda::QuantizeProblem d = {};
-  d.x_dtype = p.x_dtype;
+  d.x_dtype = made == nullptr ? p.x_dtype : made->h_dtype;
+  if (made != nullptr) d.activation = made->input;
   d.compute = p.compute;
   d.batch = call.batch;
   d.m = p.m;
@@ -149,7 +151,7 @@ class DeviceCall {
  public:
   DeviceCall(const Case& c, Values values, const Made* made = nullptr)
       : values_(values),
-        problem_(shape_of(c, values)),
+        problem_(shape_of(c, values, made)),
         x_(made == nullptr ? c.x.size() : made->h.size()),
         weights_(made == nullptr ? 0 : 4 * made->weights.size()),
         seed_(4 * c.seed.size()),
@@ -161,11 +163,8 @@ class DeviceCall {
                      : static_cast<size_t>(2 * problem_.batch * problem_.m * problem_.k)),
         scratch_(static_cast<size_t>(cuda::scratch_bytes(problem_))) {
     problem_.x = x_.as<void>();
-    if (made != nullptr) {
-      problem_.x_dtype = made->h_dtype;
-      problem_.activation = made->input;
-      problem_.activation.weights = made->weights.empty() ? nullptr : weights_.as<float>();
-    }
+    if (made != nullptr && !made->weights.empty())
+      problem_.activation.weights = weights_.as<float>();
     problem_.seed = c.seed.empty() ? nullptr : seed_.as<uint32_t>();
     problem_.group_sizes = sizes_.as<int32_t>();
     attach(problem_.row, row_, c.given);

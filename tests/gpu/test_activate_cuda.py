@@ -25,12 +25,6 @@ def composed(h, weights, activation):
     return (a if weights is None else a * weights[:, None]).astype(h.dtype)
 
 
-@pytest.fixture(autouse=True)
-def every_kernel(monkeypatch):
-    """Those too that are not chosen because they are slow."""
-    monkeypatch.setattr(_ops, "made_fast", lambda *_: True)
-
-
 @functools.cache
 def both_ways(activation, both, **flags):
     """h, weights, sizes -> (fused, composed): forms of the second input."""
@@ -85,6 +79,12 @@ def assert_close(got, want, ulp):
     assert np.abs(scales[0] - scales[1]).max(initial=0) <= 1
 
 
+def assert_same_bits(got, want):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.atleast_1d(np.asarray(bits)).view(np.uint8) for bits in (a, b))
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: jnp.dtype(d).name)
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_the_composition(gpu, name, dtype):
@@ -92,7 +92,7 @@ def test_equals_the_composition(gpu, name, dtype):
     for f in (64, 50, 35, 208):
         for weighted in (False, True):
             for both in (False, True):
-                for flags in ({}, {"row_scaled": True}, *[{"hadamard": True}] * both):
+                for flags in ({}, {"row_scaled": True}):
                     h, weights = arguments(name, dtype, f, weighted, seed=f)
                     with jax.default_device(gpu):
                         made, plain = both_ways(activation, both, **flags)(h, weights, SIZES)
@@ -105,14 +105,24 @@ def test_equals_the_composition(gpu, name, dtype):
 def test_activations_without_exp_have_the_bits_of_the_composition(gpu, name):
     for dtype in DTYPES:
         for f in (64, 35):
-            for flags in ({}, {"row_scaled": True}, {"four_over_six": fp4.FourOverSix()}):
+            for flags in ({}, {"row_scaled": True}, {"hadamard": True}, {"four_over_six": fp4.FourOverSix()}):
                 h, weights = arguments(name, dtype, f, True, seed=f)
                 with jax.default_device(gpu):
                     made, plain = both_ways(fp4.Activation(name), True, **flags)(h, weights, SIZES)
-                for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(plain), strict=True):
-                    np.testing.assert_array_equal(
-                        np.atleast_1d(np.asarray(a)).view(np.uint8), np.atleast_1d(np.asarray(b)).view(np.uint8)
-                    )
+                assert_same_bits(made, plain)
+
+
+def test_an_input_of_many_units_has_the_bits_of_the_composition(gpu):
+    """A thread block takes several units of it, of several groups."""
+    rng = np.random.default_rng(0)
+    sizes = np.asarray([3000, 0, 1, 2, 5100], np.int32)  # and a tail of 89 rows
+    for f, flags in ((4096, {}), (4096, {"hadamard": True}), (515, {})):
+        rows = np.repeat(2.0 ** np.arange(8), 1024)[:, None]  # amaxes are of their last units
+        h = np.asarray(jnp.asarray(rows * rng.standard_normal((8192, f)), jnp.float32).astype(jnp.bfloat16))
+        weights = rng.uniform(0.05, 1, 8192).astype(np.float32)
+        with jax.default_device(gpu):
+            made, plain = both_ways(fp4.Activation("squared_relu"), True, **flags)(h, weights, sizes)
+        assert_same_bits(made, plain)
 
 
 @pytest.mark.parametrize("name", NAMES)

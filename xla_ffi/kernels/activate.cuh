@@ -1,6 +1,5 @@
 // Activations in float32, by the formulas of jax_fp4/_activations.py in their order of operations:
-// act(gate, linear), or act(x) where there is no gate. Every kernel that makes an element makes it
-// here, so that all of them see the same bits.
+// act(gate, linear), or act(x) where there is no gate.
 //
 // Finite arguments give NaN nowhere, and what is finite wherever it fits: a factor that may be
 // infinite never meets one that underflows to 0. NaN stays NaN.
@@ -84,11 +83,6 @@ __device__ __forceinline__ float activate(const ActivatedInput& a, float x, floa
       return activate<Activation::kSquaredRelu>(a, x, linear);
   }
   return x;
-}
-
-// The weight of a row, of all batch entries' rows; a product with 1 changes nothing.
-__device__ __forceinline__ float weight_of(const ActivatedInput& a, int64_t row) {
-  return a.weights == nullptr ? 1.0f : __ldg(a.weights + row);
 }
 
 }  // namespace jax_fp4::cuda

@@ -1,13 +1,13 @@
 // Absolute maxima as integer maxima of bits, so that NaN wins and no order matters: of matrices
 // (tensor, batch entry or group), of their rows and columns, or of their Hadamard transform. Each
-// element of x is read once a pass, 2 or 4 bytes; the transform shares the pass of the matrix. With
-// an activation the elements are made of h on the way.
+// element of x is read once a pass, 2 or 4 bytes; the transform shares the pass of the matrix.
 //
 // Of matrices alone, pieces of 16 bytes are read in memory order, whatever the rows. Otherwise a
 // thread block takes a strip of up to 8 row blocks by 1024 columns, a thread 8 columns of it.
 // Maxima stay in registers while the matrix does not change, and leave by atomicMax; the outputs
 // are zero before. Either way x is read from its end to its beginning: what the next pass reads
 // first is then still in the L2 cache.
+#include "maxima.cuh"
 #include "quantize_task.cuh"
 
 namespace jax_fp4::cuda {
@@ -18,58 +18,6 @@ constexpr int kWidth = 8;  // columns of a thread
 constexpr int kMostStripBlocks = 8, kStripColumns = kThreads * kWidth;
 
 enum class Maxima { kMatrix, kLines, kHadamard };
-
-// Eight elements of a row as words whose magnitudes are compared as integers.
-template <DType dtype>
-struct Eight {
-  static constexpr bool kPairs = dtype != DType::kF32;  // two elements a word
-  static constexpr int kWords = kPairs ? 4 : 8;
-  uint32_t word[kWords];
-
-  __device__ __forceinline__ static uint32_t more(uint32_t a, uint32_t b) {
-    return kPairs ? __vmaxu2(a, b) : max(a, b);
-  }
-  __device__ __forceinline__ uint32_t element(int i) const {
-    return kPairs ? (word[i / 2] >> (i % 2 * 16)) & 0xFFFFu : word[i];
-  }
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) word[i] = 0;
-  }
-  __device__ __forceinline__ void make_magnitudes() {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) word[i] &= kPairs ? 0x7FFF7FFFu : kMagnitude;
-  }
-  __device__ __forceinline__ void raise(const Eight& other) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) word[i] = more(word[i], other.word[i]);
-  }
-  __device__ __forceinline__ uint32_t most() const {
-    uint32_t all = word[0];
-#pragma unroll
-    for (int i = 1; i < kWords; ++i) all = more(all, word[i]);
-    return kPairs ? max(all & 0xFFFFu, all >> 16) : all;
-  }
-};
-
-template <DType dtype>
-__device__ float widen(uint32_t element) {
-  if constexpr (dtype == DType::kF32) return __uint_as_float(element);
-  if constexpr (dtype == DType::kBF16) return __uint_as_float(element << 16);
-  return __half2float(__ushort_as_half(static_cast<uint16_t>(element)));
-}
-
-// What is stored for the largest word: rounding is monotone, so it is rounded once.
-template <DType dtype>
-__device__ uint32_t stored_bits(DType compute, uint32_t word) {
-  const uint32_t bits = __float_as_uint(round_to(compute, widen<dtype>(word))) & kMagnitude;
-  return stored_amax<float>(bits);
-}
-
-__device__ void raise_to(float* amax, uint32_t bits) {
-  uint32_t* target = reinterpret_cast<uint32_t*>(amax);
-  if (bits > __ldcg(target)) atomicMax(target, bits);  // what is seen may only be too small
-}
 
 // ---- Where eight elements of a row come from ---------------------------------------------------
 // load() gives those of a row (of all batch entries' rows) from a column on, of which `columns`
@@ -119,49 +67,6 @@ struct StoredPieces : Stored<dtype> {
   }
 };
 
-// Made by any activation, for any dtypes and extents; slow.
-struct Made {
-  static constexpr DType kWords = DType::kF32;
-  static constexpr int kRows = 1;
-
-  __device__ static Eight<kWords> load(const QuantizeProblem& p, int64_t row, int64_t column,
-                                       int64_t columns) {
-    Eight<kWords> x;
-    x.clear();
-#pragma unroll 1
-    for (int i = 0; i < kWidth && i < columns; ++i)
-      x.word[i] = __float_as_uint(element_at<true>(p, row, column + i));
-    return x;
-  }
-};
-
-// Made by one gated activation of bfloat16 values for bfloat16, k % 8 == 0.
-template <Activation activation>
-struct MadePieces {
-  static constexpr DType kWords = DType::kBF16;
-  static constexpr int kRows = 2;
-
-  __device__ __forceinline__ static Eight<kWords> load(const QuantizeProblem& p, int64_t row,
-                                                       int64_t column, int64_t columns) {
-    Eight<kWords> x;
-    x.clear();
-    if (columns <= 0) return x;
-    const uint16_t* from = static_cast<const uint16_t*>(p.x) + 2 * row * p.k + column;
-    const uint4 gate = __ldg(reinterpret_cast<const uint4*>(from));
-    const uint4 linear = __ldg(reinterpret_cast<const uint4*>(from + p.k));
-    const float weight = weight_of(p.activation, row);
-    const auto made = [&](float g, float u) {
-      return activate<activation>(p.activation, g, u) * weight;
-    };
-    const auto pair = [&](uint32_t g, uint32_t u) {
-      return pack_bfloat16(made(low_half(g), low_half(u)), made(high_half(g), high_half(u)));
-    };
-    x.word[0] = pair(gate.x, linear.x), x.word[1] = pair(gate.y, linear.y);
-    x.word[2] = pair(gate.z, linear.z), x.word[3] = pair(gate.w, linear.w);
-    return x;
-  }
-};
-
 // ---- Strips ------------------------------------------------------------------------------------
 
 // Two elements as bfloat16, which is what the transform takes.
@@ -207,18 +112,18 @@ struct Seen {
   __device__ void leave(const QuantizeTask& task, int64_t matrix, int64_t column, int64_t count) {
     const QuantizeProblem& p = task.p;
     if (kind == Maxima::kLines) {
-      // All are read before any is raised: what is seen may only be too small.
-      float* amax = p.column.amax + matrix * p.k + column;
-      uint32_t bits[kWidth], seen[kWidth];
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        bits[i] = stored_bits<dtype>(p.compute, columns.element(i));
-        seen[i] = p.column.wanted && i < count ? __ldcg(reinterpret_cast<const uint32_t*>(amax + i))
-                                               : ~0u;
-      }
+      // By way of shared memory, so that a warp raises neighbours.
+      __shared__ uint32_t bits[kStripColumns];
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
-        if (bits[i] > seen[i]) atomicMax(reinterpret_cast<uint32_t*>(amax + i), bits[i]);
+        bits[threadIdx.x * kWidth + i] = stored_bits<dtype>(p.compute, columns.element(i));
+      __syncthreads();
+      const int64_t first = column - threadIdx.x * kWidth;
+      uint32_t* amax = reinterpret_cast<uint32_t*>(p.column.amax) + matrix * p.k + first;
+#pragma unroll
+      for (int i = threadIdx.x; i < kStripColumns; i += kThreads)
+        if (p.column.wanted && first + i < p.k) atomicMax(amax + i, bits[i]);
+      __syncthreads();
     } else {
       const uint32_t most = __reduce_max_sync(~0u, columns.most());
       const uint32_t mixed = __reduce_max_sync(~0u, transformed);
@@ -289,7 +194,8 @@ __global__ void __launch_bounds__(kThreads) amaxes(QuantizeTask task, int strip_
       }
     }
     if (kind == Maxima::kLines && p.row.wanted && lane < rows.rows)
-      raise_to(p.row.amax + first + lane, stored_bits<kWords>(p.compute, row_most));
+      atomicMax(reinterpret_cast<uint32_t*>(p.row.amax) + first + lane,
+                stored_bits<kWords>(p.compute, row_most));
   }
   if (matrix >= 0) seen.leave(task, matrix, column, count);
 }
@@ -306,7 +212,7 @@ cudaError_t launch_strips(const QuantizeTask& task, cudaStream_t stream) {
     return p.batch * ceil_div(task.row_blocks, blocks) * ceil_div(p.k, kStripColumns);
   };
   // Lines want long strips, of which each raises its columns once.
-  const int64_t enough = (kind == Maxima::kLines ? 8 : 12) * processors;
+  const int64_t enough = (kind == Maxima::kLines ? 4 : 12) * processors;
   while (strip_blocks > 1 && grid_of(strip_blocks) < enough) strip_blocks /= 2;
   const int64_t grid = grid_of(strip_blocks);
   if (grid == 0) return cudaSuccess;
@@ -316,146 +222,72 @@ cudaError_t launch_strips(const QuantizeTask& task, cudaStream_t stream) {
 }
 
 // ---- Whole matrices ----------------------------------------------------------------------------
-// Pieces of 16 bytes of what is quantized, in memory order: `width` of them a row.
+// Pieces of 16 bytes of x, in memory order: `width` of them a row.
 
-constexpr int kPieceThreads = 256, kPieces = 4, kPieceBlocks = 8;  // a multiprocessor
+constexpr int kPieces = 4, kPieceBlocks = 8;     // a multiprocessor
 constexpr int kChunk = kPieceThreads * kPieces;  // pieces that a thread block has under way
 constexpr int kUnit = 4 * kChunk;                // and those that it takes at once
 
-// Walks pieces of x.
-template <DType dtype>
-struct FlatStored {
-  static constexpr DType kWords = dtype;
-  const uint4* from;
-
-  __device__ FlatStored(const QuantizeProblem& p, int64_t entry, int64_t width, int64_t at)
-      : from(static_cast<const uint4*>(p.x) + entry * p.m * width + at) {}
-  __device__ __forceinline__ uint4 load() const { return __ldcg(from); }
-  __device__ __forceinline__ void advance() { from += kPieceThreads; }
-};
-
-// Those of bfloat16 values that a gated activation makes.
-template <Activation activation>
-struct FlatMade {
-  static constexpr DType kWords = DType::kBF16;
-  const QuantizeProblem& p;
-  int64_t row;  // of all batch entries
-  int32_t column, width;
-
-  __device__ FlatMade(const QuantizeProblem& problem, int64_t entry, int64_t width, int64_t at)
-      : p(problem),
-        row(entry * p.m + at / width),
-        column(static_cast<int32_t>(at % width)),
-        width(static_cast<int32_t>(width)) {}
-  __device__ __forceinline__ uint4 load() const {
-    const Eight<DType::kBF16> x =
-        MadePieces<activation>::load(p, row, static_cast<int64_t>(column) * kWidth, kWidth);
-    return make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]);
-  }
-  __device__ __forceinline__ void advance() {
-    for (column += kPieceThreads; column >= width; column -= width) ++row;
-  }
-};
-
-// The largest magnitude of a piece, under the order of its words.
-template <DType dtype>
-__device__ __forceinline__ uint32_t most_of_piece(const uint4& piece) {
-  using Words = Eight<dtype>;
-  constexpr uint32_t kMask = Words::kPairs ? 0x7FFF7FFFu : kMagnitude;
-  return Words::more(Words::more(piece.x & kMask, piece.y & kMask),
-                     Words::more(piece.z & kMask, piece.w & kMask));
-}
-
 // Of this thread's pieces from `begin` to `end`.
-template <class Source>
-__device__ __forceinline__ uint32_t most_of_pieces(const QuantizeProblem& p, int64_t entry,
-                                                   int64_t width, int64_t begin, int64_t end) {
-  using Words = Eight<Source::kWords>;
+template <DType dtype>
+__device__ __forceinline__ uint32_t most_of_pieces(const uint4* x, int64_t begin, int64_t end) {
   int64_t at = begin + threadIdx.x;
-  Source source(p, entry, width, at);
+  const uint4* from = x + at;
   uint32_t most = 0;
 #pragma unroll 1
-  for (; at < end; at += kChunk) {
+  for (; at < end; at += kChunk, from += kChunk) {
     uint4 piece[kPieces];
 #pragma unroll
-    for (int j = 0; j < kPieces; ++j, source.advance())
-      piece[j] = at + j * kPieceThreads < end ? source.load() : make_uint4(0, 0, 0, 0);
+    for (int j = 0; j < kPieces; ++j)
+      piece[j] =
+          at + j * kPieceThreads < end ? __ldcg(from + j * kPieceThreads) : make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int j = 0; j < kPieces; ++j)
-      most = Words::more(most, most_of_piece<Source::kWords>(piece[j]));
+      most = Eight<dtype>::more(most, most_of_piece<dtype>(piece[j]));
   }
   return most;
 }
 
-// Raises the amaxes of a matrix to what the thread block has seen of it.
-template <DType dtype>
-__device__ void leave_matrix(const QuantizeProblem& p, int64_t matrix, uint32_t most) {
-  __shared__ uint32_t warps[kPieceThreads / 32];
-  most = __reduce_max_sync(~0u, Eight<dtype>::kPairs ? max(most & 0xFFFFu, most >> 16) : most);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = most;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 1; i < kPieceThreads / 32; ++i) most = max(most, warps[i]);
-    const uint32_t bits = stored_bits<dtype>(p.compute, most);
-    if (p.row.wanted && bits > 0) raise_to(p.row.amax + matrix, bits);
-    if (p.column.wanted && bits > 0) raise_to(p.column.amax + matrix, bits);
-  }
-  __syncthreads();
-}
-
-// The last group that begins at `piece` or before it.
-__device__ int64_t group_at(const int32_t* first_row, int64_t groups, int64_t width,
-                            int64_t piece) {
-  int64_t low = 0, high = groups;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (__ldg(first_row + middle) * width <= piece ? low : high) = middle;
-  }
-  return low;
-}
-
 // blockIdx.y counts batch entries. Groups follow one another without a gap, so a unit is cut at
 // their borders.
-template <class Source, bool kGrouped>
+template <DType dtype, bool kGrouped>
 __global__ void __launch_bounds__(kPieceThreads) matrix_amaxes(QuantizeTask task, int64_t width) {
-  constexpr DType kWords = Source::kWords;
   const QuantizeProblem& p = task.p;
   const int64_t entry = gridDim.y - 1 - blockIdx.y;
   const int32_t* first_row = kGrouped ? task.first_row + entry * (p.groups + 1) : nullptr;
   const int64_t pieces = (kGrouped ? __ldg(first_row + p.groups) : p.m) * width;
   const int64_t units = ceil_div(pieces, kUnit);
+  const uint4* x = static_cast<const uint4*>(p.x) + entry * p.m * width;
   uint32_t seen = 0;
   for (int64_t i = blockIdx.x; i < units; i += gridDim.x) {
     const int64_t begin = (units - 1 - i) * kUnit, end = min(begin + kUnit, pieces);
     if constexpr (!kGrouped) {
-      seen = Eight<kWords>::more(seen, most_of_pieces<Source>(p, entry, width, begin, end));
+      seen = Eight<dtype>::more(seen, most_of_pieces<dtype>(x, begin, end));
     } else {
       int64_t group = group_at(first_row, p.groups, width, begin);
       for (int64_t from = begin, to; from < end; from = to, ++group) {
         to = min(end, __ldg(first_row + group + 1) * width);
         if (from < to)
-          leave_matrix<kWords>(p, entry * p.groups + group,
-                               most_of_pieces<Source>(p, entry, width, from, to));
+          leave_matrix<dtype>(p, entry * p.groups + group, most_of_pieces<dtype>(x, from, to));
       }
     }
   }
-  if constexpr (!kGrouped) leave_matrix<kWords>(p, entry, seen);
+  if constexpr (!kGrouped) leave_matrix<dtype>(p, entry, seen);
 }
 
-template <class Source>
+template <DType dtype>
 cudaError_t launch_matrices(const QuantizeTask& task, cudaStream_t stream) {
   const QuantizeProblem& p = task.p;
   int processors = 0;
   const cudaError_t error = multiprocessors(&processors);
   if (error != cudaSuccess) return error;
-  const int64_t width = p.k / (Source::kWords == DType::kF32 ? 4 : 8);
+  const int64_t width = p.k / (dtype == DType::kF32 ? 4 : 8);
   const int64_t units = ceil_div(p.m * width, kUnit);
   if (units == 0 || p.groups == 0) return cudaSuccess;
   const int64_t room = ceil_div(int64_t{kPieceBlocks} * processors, p.batch);
   const dim3 grid(static_cast<unsigned>(units < room ? units : room),
                   static_cast<unsigned>(p.batch));
-  const auto kernel = p.grouped ? matrix_amaxes<Source, true> : matrix_amaxes<Source, false>;
+  const auto kernel = p.grouped ? matrix_amaxes<dtype, true> : matrix_amaxes<dtype, false>;
   kernel<<<grid, kPieceThreads, 0, stream>>>(task, width);
   return cudaGetLastError();
 }
@@ -479,37 +311,9 @@ template <DType dtype>
 cudaError_t launch_stored(const QuantizeTask& task, Maxima kind, cudaStream_t stream) {
   const QuantizeProblem& p = task.p;
   if (kind == Maxima::kMatrix && p.k % (dtype == DType::kF32 ? 4 : 8) == 0)
-    return launch_matrices<FlatStored<dtype>>(task, stream);
+    return launch_matrices<dtype>(task, stream);
   return p.k % kWidth == 0 ? launch_source<StoredPieces<dtype>>(task, kind, stream)
                            : launch_source<Stored<dtype>>(task, kind, stream);
-}
-
-template <Activation activation>
-cudaError_t launch_gated(const QuantizeTask& task, Maxima kind, cudaStream_t stream) {
-  return kind == Maxima::kMatrix ? launch_matrices<FlatMade<activation>>(task, stream)
-                                 : launch_source<MadePieces<activation>>(task, kind, stream);
-}
-
-cudaError_t launch_made(const QuantizeTask& task, Maxima kind, cudaStream_t stream) {
-  const QuantizeProblem& p = task.p;
-  const bool pieces = p.x_dtype == DType::kBF16 && p.compute == DType::kBF16 && p.k % kWidth == 0;
-  switch (pieces ? p.activation.kind : Activation::kNone) {
-    case Activation::kSwiglu:
-      return launch_gated<Activation::kSwiglu>(task, kind, stream);
-    case Activation::kGeglu:
-      return launch_gated<Activation::kGeglu>(task, kind, stream);
-    case Activation::kClampedQgeglu:
-      return launch_gated<Activation::kClampedQgeglu>(task, kind, stream);
-    case Activation::kSituGlu:
-      return launch_gated<Activation::kSituGlu>(task, kind, stream);
-    case Activation::kNone:
-    case Activation::kSilu:
-    case Activation::kGelu:
-    case Activation::kRelu:
-    case Activation::kSquaredRelu:
-      return launch_source<Made>(task, kind, stream);
-  }
-  return cudaErrorInvalidValue;
 }
 
 }  // namespace
@@ -520,7 +324,6 @@ cudaError_t launch_amaxes(const QuantizeTask& task, cudaStream_t stream) {
   const Maxima kind = p.row_scaled  ? Maxima::kLines
                       : transformed ? Maxima::kHadamard
                                     : Maxima::kMatrix;
-  if (p.activation.kind != Activation::kNone) return launch_made(task, kind, stream);
   switch (p.x_dtype) {
     case DType::kF32:
       return launch_stored<DType::kF32>(task, kind, stream);

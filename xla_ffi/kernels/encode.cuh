@@ -22,9 +22,11 @@ __device__ __forceinline__ float e4m3_value(uint32_t scale) {
   return __uint_as_float(scale << 20) * 0x1p120f;
 }
 
-// An eighth of the encode multiplier under a calm scale, for scale bytes below 0x7F.
+// An eighth of the encode multiplier under a calm scale, for scale bytes below 0x7F; the eighth is
+// taken of the reciprocal's argument, eight times as large.
 __device__ __forceinline__ float eighth_multiplier(uint32_t scale, float decode) {
-  return fminf(reciprocal(e4m3_value(scale) * decode), kFloatMax) * 0.125f;
+  const float eightfold = __uint_as_float(scale << 20) * 0x1p123f * decode;
+  return fminf(reciprocal(eightfold), kFloatMax * 0.125f);
 }
 
 // True if a byte of the four is 0x7F; none is larger.
@@ -45,41 +47,29 @@ __device__ __forceinline__ uint32_t nearest_bits(float a) {
 }
 constexpr uint32_t kNearestOffset = 0x40000000u;  // its multiples by places beyond 0 vanish
 
-// Constants of the stochastic code that must stay in registers: known ones would be made anew for
-// each element.
-struct StochasticConstants {
-  float sixteenth;
-  uint32_t place;
-
-  __device__ __forceinline__ static StochasticConstants make() {
-    StochasticConstants out;
-    asm("mov.b32 %0, 0x3D800000;" : "=f"(out.sixteenth));
-    asm("mov.b32 %0, 0x0A000000;" : "=r"(out.place));
-    return out;
-  }
-};
-
 // The stochastic code of a = |v| / 8 in [0, 1] and byte `which` of `random`, 0 to 8, in the top
-// byte. From |v| = 1 on, the bits of a float are its place on the grid, two codes a binade, 2^22 a
-// code; below, those of (|v| + 1) / 2 are. There the random number, added as bits, carries as |v| +
-// u * step(|v|) does, but for |v| < 1/4, where that sum is rounded: up to 1/2 from 2^-26 below it
-// on, which the first line makes up for. (Larger |v| lose what it adds.)
-__device__ __forceinline__ uint32_t stochastic_byte(float a, uint32_t random, int which,
-                                                    const StochasticConstants& constants) {
-  const float raised = __fadd_rz(a, 0x1p-29f);
-  const float below_one = __fmaf_rz(raised, 0.5f, constants.sixteenth);
-  const uint32_t place = max(__float_as_uint(a), __float_as_uint(below_one));
-  // The byte under the top one, in which 10 takes away the place of code 0.
-  return place * 4u + __byte_perm(random, constants.place, 0x7044u | which << 8);
+// byte, plus kStochasticOffset there. From |v| = 1 on, the bits of a float are its place on the
+// grid, two codes a binade, 2^22 a code; below, those of (|v| + 1) / 2 are. There the random
+// number, added as bits, carries as |v| + u * step(|v|) does, but for |v| < 1/4, where that sum is
+// rounded: up to 1/2 from 2^-26 below it on, which the first line makes up for. (Larger |v| lose
+// what it adds.)
+__device__ __forceinline__ uint32_t stochastic_byte(float a, uint32_t random, int which) {
+  const float twice = __fadd_rz(__fadd_rz(a, 0x1p-29f), 0x1p-3f);  // (|v| + 1) / 8
+  const uint32_t place =
+      max(__float_as_uint(a), __float_as_uint(twice) - 0x00800000u);  // of half of it
+  return place * 4u + __byte_perm(random, 0, 0x4044u | which << 8);   // the byte under the top one
 }
+constexpr uint32_t kStochasticOffset = 246;  // top byte of code 0, whose place is that of 1/16
 
 // Eight such codes, low nibble first, with the signs; 8, which stands for more than 6, becomes 7.
 __device__ __forceinline__ uint32_t pack_top_bytes(const uint32_t code[8], uint32_t signs) {
+  // The offset's complement in each byte; each but the first has the carry of the one below it.
+  constexpr uint32_t kBack = (256 - kStochasticOffset) * 0x01010101u - 0x01010100u;
   const auto four = [&](int first) {
     return __byte_perm(__byte_perm(code[first], code[first + 2], 0x0073),
                        __byte_perm(code[first + 4], code[first + 6], 0x0073), 0x5410);
   };
-  const uint32_t codes = four(1) * 16u + four(0);
+  const uint32_t codes = four(1) * 16u + four(0) + kBack * 17u;
   return (codes - ((codes & 0x88888888u) >> 3)) | signs;
 }
 
@@ -101,13 +91,12 @@ template <bool kStochastic, class Value>
 __device__ __forceinline__ uint32_t encode_eight(const Value& value, float multiplier,
                                                  uint32_t signs, const Places& places,
                                                  const uint32_t random[2]) {
-  const StochasticConstants constants = StochasticConstants::make();
   uint32_t codes = signs, code[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float a = saturated_product(value(i), multiplier);
     if (kStochastic)
-      code[i] = stochastic_byte(a, random[i / 4], i % 4, constants);
+      code[i] = stochastic_byte(a, random[i / 4], i % 4);
     else
       add_code(codes, nearest_bits(a), i, places);
   }

@@ -1,5 +1,5 @@
-// The stored forms of any problem: every dtype, extent, activation and variant, at the price of
-// speed. The faster kernels are held to its results.
+// The stored forms of any problem: every dtype, extent and variant, at the price of speed. The
+// faster kernels are held to its results.
 //
 // Sixteen threads take a 16x16 tile of x (a row block by sixteen columns), lane i its row i and
 // then its column i; the tile passes through shared memory. Stored rows are written in pieces of
@@ -167,7 +167,6 @@ __device__ void quantize_column_form(const QuantizeTask& task, const TileView& t
   store_block(p.column, (entry * p.k + column) * p.column.blocks + block, scale, codes);
 }
 
-template <bool kActivated>
 __global__ void __launch_bounds__(kTilesAtOnce* kBlock) quantize_any(QuantizeTask task) {
   __shared__ float tiles[kTilesAtOnce][kBlock][kBlock + 1];
   const QuantizeProblem& p = task.p;
@@ -185,7 +184,7 @@ __global__ void __launch_bounds__(kTilesAtOnce* kBlock) quantize_any(QuantizeTas
     for (int r = 0; r < kBlock; ++r) {
       const bool exists = r < rows.rows && column < p.k;
       tiles[slot][r][lane] =
-          exists ? element_at<kActivated>(p, entry * p.m + rows.row + r, column) : 0.0f;
+          exists ? load_element(p, (entry * p.m + rows.row + r) * p.k + column) : 0.0f;
     }
     __syncwarp(tile.lanes);
     if (p.row.wanted) quantize_row_form(task, tile, entry, rows, column_block);
@@ -199,10 +198,8 @@ cudaError_t launch_quantize_any(const QuantizeTask& task, cudaStream_t stream) {
   const int64_t tiles = task.p.batch * task.row_blocks * ceil_div(task.p.k, kBlock);
   // Without tiles there may still be amaxes to store.
   const int64_t needed = tiles > 0 ? ceil_div(tiles, kTilesAtOnce) : 1, most = 1 << 20;
-  const auto kernel =
-      task.p.activation.kind == Activation::kNone ? quantize_any<false> : quantize_any<true>;
-  kernel<<<static_cast<unsigned>(needed < most ? needed : most), kTilesAtOnce * kBlock, 0,
-           stream>>>(task);
+  const auto grid = static_cast<unsigned>(needed < most ? needed : most);
+  quantize_any<<<grid, kTilesAtOnce * kBlock, 0, stream>>>(task);
   return cudaGetLastError();
 }
 

@@ -118,8 +118,7 @@ bool quantize_rows_supports(const QuantizeProblem& p) {
                                    : p.x_dtype == DType::kF32 && p.compute == DType::kBF16;
   return bfloat16_values && p.row.wanted && !p.column.wanted && p.values == nullptr &&
          p.tile == 1 && p.row.four_over_six == ErrorNorm::kNone && p.seed == nullptr &&
-         p.activation.kind == Activation::kNone && !p.row_scaled &&
-         !p.grouped &&                        // one amax for all blocks
+         !p.row_scaled && !p.grouped &&       // one amax for all blocks
          p.m * p.k > 0 && p.k % kBlock == 0;  // there are blocks, and none ends early
 }
 

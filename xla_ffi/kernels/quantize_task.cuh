@@ -1,5 +1,5 @@
 // What the kernels of quantize_transpose.h share: the problem with its row blocks, and how one
-// element is loaded or made.
+// element is loaded.
 //
 // A row block is a block of the column-wise form seen from x: up to 16 consecutive rows of one
 // matrix. Without groups it is arithmetic; with groups a table in scratch, made by plan_groups, so
@@ -10,7 +10,6 @@
 
 #include <cuda_fp16.h>
 
-#include "activate.cuh"
 #include "nvfp4.h"
 #include "ptx.cuh"
 #include "quantize_transpose.h"
@@ -53,6 +52,7 @@ struct QuantizeTask {
   int32_t* first_block;  // [batch, groups] if grouped
   int32_t* first_row;    // [batch, groups + 1] if grouped: the last is where the groups end
   uint32_t* units;       // the tile kernel counts here what is drawn; 0 before it
+  uint4* made;           // [batch, m, k] of `compute` if there is an activation: what it makes
 
   __device__ RowBlock row_block(int64_t entry, int64_t block) const {
     if (p.grouped) {
@@ -140,20 +140,9 @@ __device__ __forceinline__ float stored_element(const QuantizeProblem& p, int64_
   return 0.0f;
 }
 
-// Element `index` of x, without an activation, rounded to the compute dtype.
+// Element `index` of x, rounded to the compute dtype.
 __device__ __forceinline__ float load_element(const QuantizeProblem& p, int64_t index) {
   return round_to(p.compute, stored_element(p, index));
-}
-
-// The element of a row, of all batch entries' rows, and a column of what is quantized.
-template <bool kActivated>
-__device__ __forceinline__ float element_at(const QuantizeProblem& p, int64_t row, int64_t column) {
-  if constexpr (!kActivated) return load_element(p, row * p.k + column);
-  const bool gated = p.activation.kind <= kLastGated;
-  const int64_t index = (gated ? 2 * row : row) * p.k + column;
-  const float linear = gated ? stored_element(p, index + p.k) : 0.0f;
-  const float value = activate(p.activation, stored_element(p, index), linear);
-  return round_to(p.compute, value * weight_of(p.activation, row));
 }
 
 // Values in an amax of a form, as amax_count counts them.
@@ -199,6 +188,10 @@ __device__ __forceinline__ float column_form_amax(const QuantizeTask& task, int6
 
 // ---- Launchers of the passes -------------------------------------------------------------------
 
+// Makes task.made of h; `with_maxima`, raises the amaxes of both forms to those of the matrices.
+cudaError_t launch_activate(const QuantizeTask& task, bool with_maxima, cudaStream_t stream);
+
+// Raises the amaxes of both forms, which are 0 before. This and what follows know no activation.
 cudaError_t launch_amaxes(const QuantizeTask& task, cudaStream_t stream);
 
 // Any problem.

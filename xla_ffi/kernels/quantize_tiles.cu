@@ -40,20 +40,24 @@ struct TileWork {
   Place place;
   ScaledBlock block;  // of the patch
 
+  // The patch's row block, with the scales of its group: asked for before they are needed.
+  __device__ __forceinline__ static ScaledBlock find(const TileTask& task, const Cursor& at) {
+    const int32_t number = at.tile_block() + Place::of(threadIdx.x).row / kBlock;
+    ScaledBlock found = {task.row_block<V>(at.entry, number), {0.0f, 1.0f}, {0.0f, 1.0f}};
+    if (V::kScaling == Scaling::kGroups && number < task.row_blocks) {
+      const float4 scales =
+          __ldg(reinterpret_cast<const float4*>(task.q.scaled +
+                                                row_start(at.entry, task.row_blocks) + number) +
+                1);
+      found.row = {scales.x, scales.y}, found.column = {scales.z, scales.w};
+    }
+    return found;
+  }
   __device__ __forceinline__ static TileWork of(const TileTask& task, TileMemory<V>& memory,
-                                                const Cursor& at) {
-    TileWork work = {task, memory, at, Place::of(threadIdx.x), {}};
-    const int32_t number = at.tile_block() + work.place.row / kBlock;
-    work.block = {task.row_block<V>(at.entry, number), {0.0f, 1.0f}, {0.0f, 1.0f}};
+                                                const Cursor& at, const ScaledBlock& found) {
+    TileWork work = {task, memory, at, Place::of(threadIdx.x), found};
     if constexpr (V::kScaling == Scaling::kTensor)
       work.block.row = memory.row, work.block.column = memory.column;
-    if constexpr (V::kScaling == Scaling::kGroups)
-      if (number < task.row_blocks) {
-        const float4* from = reinterpret_cast<const float4*>(
-            task.q.scaled + row_start(at.entry, task.row_blocks) + number);
-        const float4 scales = __ldg(from + 1);
-        work.block.row = {scales.x, scales.y}, work.block.column = {scales.z, scales.w};
-      }
     return work;
   }
 
@@ -82,7 +86,8 @@ struct TileWork {
   // An element of the patch's row block, as it is quantized, from x itself; 0 outside.
   __device__ float value(int row, int32_t column) const {
     if (row >= block.rows.rows || column >= task.k) return 0.0f;
-    return element_at<V::kMade>(task.q.p, at.entry * task.m + block.rows.row + row, column);
+    return load_element(task.q.p,
+                        row_start(at.entry * task.m + block.rows.row + row, task.k) + column);
   }
   // The largest magnitude of the 16x16 tile whose first column is `corner`.
   __device__ uint32_t square_most(int32_t corner) const {
@@ -112,7 +117,7 @@ struct TileWork {
 
 template <class V>
 __device__ __noinline__ void redo_rows(const TileTask& task, TileMemory<V>& memory, Cursor at) {
-  const TileWork<V> work = TileWork<V>::of(task, memory, at);
+  const TileWork<V> work = TileWork<V>::of(task, memory, at, TileWork<V>::find(task, at));
   const QuantizeProblem& p = task.q.p;
   const Place& place = work.place;
   uint8_t* scales = work.row_scales();
@@ -145,7 +150,7 @@ __device__ __noinline__ void redo_rows(const TileTask& task, TileMemory<V>& memo
 
 template <class V>
 __device__ __noinline__ void redo_columns(const TileTask& task, TileMemory<V>& memory, Cursor at) {
-  const TileWork<V> work = TileWork<V>::of(task, memory, at);
+  const TileWork<V> work = TileWork<V>::of(task, memory, at, TileWork<V>::find(task, at));
   const QuantizeProblem& p = task.q.p;
   const Place& place = work.place;
   uint8_t* scales = work.column_scales();
@@ -169,40 +174,6 @@ __device__ __noinline__ void redo_columns(const TileTask& task, TileMemory<V>& m
     if (place.row_half == 0) scales[c] = static_cast<uint8_t>(exact.scale);
     work.column_codes()[c * kCodeStride] =
         static_cast<uint32_t>(exact.codes >> (32 * place.row_half));
-  }
-}
-
-// ---- The elements of a patch --------------------------------------------------------------------
-
-// Of x, as it is staged.
-template <class V>
-__device__ __forceinline__ void load_elements(const TileWork<V>& work, Patch& x) {
-  load_patch(work.memory.stage, work.place.row, work.place.column, x);
-}
-
-// Made of staged gate and linear columns.
-template <class V>
-__device__ __forceinline__ void make_elements(const TileWork<V>& work, Patch& x) {
-  const ActivatedInput& input = work.task.q.p.activation;
-  const int64_t row = work.at.entry * work.task.m + work.block.rows.row + work.place.row % kBlock;
-  const auto pair = [&](uint32_t gate, uint32_t linear, float weight) {
-    const auto made = [&](float g, float u) {
-      return activate<V::kActivation>(input, g, u) * weight;
-    };
-    return pack_bfloat16(made(low_half(gate), low_half(linear)),
-                         made(high_half(gate), high_half(linear)));
-  };
-  const uint16_t* from = work.memory.stage + work.place.row * kTileColumns + work.place.column;
-#pragma unroll
-  for (int r = 0; r < kPatch; ++r, from += kTileColumns) {
-    const bool exists = r < work.rows();
-    const uint4 g = *reinterpret_cast<const uint4*>(from);
-    const uint4 u = *reinterpret_cast<const uint4*>(from + kTileElements);
-    const float weight = exists ? weight_of(input, row + r) : 0.0f;
-    x.pair[r][0] = exists ? pair(g.x, u.x, weight) : 0;
-    x.pair[r][1] = exists ? pair(g.y, u.y, weight) : 0;
-    x.pair[r][2] = exists ? pair(g.z, u.z, weight) : 0;
-    x.pair[r][3] = exists ? pair(g.w, u.w, weight) : 0;
   }
 }
 
@@ -242,8 +213,10 @@ template <class V>
 __device__ __forceinline__ void draw(const TileWork<V>& work, bool row_wise,
                                      uint32_t random[kPatch][2]) {
   const Place& place = work.place;
-  const Origin origin = Origin::of(work.task.q, work.at.entry, work.block.rows.group,
-                                   row_wise ? kRowDirection : kColumnDirection);
+  const Origin origin = V::kScaling == Scaling::kTensor
+                            ? (row_wise ? work.memory.row_origin : work.memory.column_origin)
+                            : Origin::of(work.task.q, work.at.entry, work.block.rows.group,
+                                         row_wise ? kRowDirection : kColumnDirection);
   const int32_t column = work.at.tile_column() + place.column;
   const int32_t line = row_wise ? work.block.rows.number * kBlock + place.row % kBlock : column;
   const int32_t block = row_wise ? column / kBlock : work.block.rows.number;
@@ -520,11 +493,16 @@ __device__ __forceinline__ float prepare_form(const StoredForm& form, int32_t en
   return amax;
 }
 template <class V>
-__device__ __noinline__ void prepare_entry(const QuantizeProblem& p, TileMemory<V>& memory,
+__device__ __noinline__ void prepare_entry(const TileTask& task, TileMemory<V>& memory,
                                            int32_t entry) {
+  const QuantizeProblem& p = task.q.p;
   const float row = prepare_form(p.row, entry, memory.row, memory.row_table);
   const float column = prepare_form(p.column, entry, memory.column, memory.column_table);
-  if (threadIdx.x == 0) memory.same = row == column && p.row.bound == p.column.bound;
+  if (threadIdx.x != 0) return;
+  memory.same = row == column && p.row.bound == p.column.bound;
+  if (!V::kStochastic) return;
+  memory.row_origin = Origin::of(task.q, entry, 0, kRowDirection);
+  memory.column_origin = Origin::of(task.q, entry, 0, kColumnDirection);
 }
 
 // Under row scaling, the scales of a super-tile's rows or columns.
@@ -557,18 +535,17 @@ __global__ void __launch_bounds__(kThreads, 4)
   __syncthreads();
   while (now.exists(task.grid)) {
     if (V::kScaling == Scaling::kTensor && now.entry != entry)
-      prepare_entry<V>(p, memory, entry = now.entry);
+      prepare_entry<V>(task, memory, entry = now.entry);
     if (V::kScaling == Scaling::kLines && now.sub == first_sub) {
       const int64_t row = now.block * kBlock, column = now.column;
       prepare_lines(p.row, now.entry * p.m + row, p.m - row, memory.row_lines, kSuperRows);
       prepare_lines(p.column, now.entry * p.k + column, p.k - column, memory.column_lines,
                     kSuperColumns);
     }
+    const ScaledBlock found = TileWork<V>::find(task, now);
+    const Place place = Place::of(threadIdx.x);
     Patch x;
-    if constexpr (V::kMade)
-      make_elements(TileWork<V>::of(task, memory, now), x);
-    else
-      load_elements(TileWork<V>::of(task, memory, now), x);
+    load_patch(memory.stage, place.row, place.column, x);
     __syncthreads();  // the stage is free, what was prepared is there
     Cursor next = now;
     const bool last = ++next.sub == now.end;
@@ -579,7 +556,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
     if (next.exists(task.grid)) fetch<V>(task, next, memory.stage);
     {
-      const TileWork<V> work = TileWork<V>::of(task, memory, now);
+      const TileWork<V> work = TileWork<V>::of(task, memory, now, found);
       const bool both = p.row.wanted && p.column.wanted;
       const Again again =
           !V::kStochastic && !V::kMixed && both ? quantize_both(work, x) : quantize_each(work, x);
@@ -646,20 +623,6 @@ cudaError_t launch_dtype(const QuantizeTask& task, cudaStream_t stream) {
   return launch_scaling<X, Scaling::kTensor>(task, stream);
 }
 
-template <Activation activation>
-cudaError_t launch_made(const QuantizeTask& task, cudaStream_t stream) {
-  constexpr Scaling kGroups = Scaling::kGroups;
-  if (task.p.column.wanted && task.p.column.hadamard)
-    return launch<Variant<uint16_t, kGroups, false, true, activation>>(task, stream);
-  return launch<Variant<uint16_t, kGroups, false, false, activation>>(task, stream);
-}
-
-// What is supported of activations: made of bfloat16 values by one with a gate, in groups.
-bool makes(const QuantizeProblem& p) {
-  return p.x_dtype == DType::kBF16 && p.compute == DType::kBF16 &&
-         p.activation.kind <= kLastGated && p.grouped && p.seed == nullptr;
-}
-
 }  // namespace
 
 bool quantize_tiles_supports(const QuantizeProblem& p) {
@@ -671,28 +634,15 @@ bool quantize_tiles_supports(const QuantizeProblem& p) {
   };
   const int64_t row_blocks = p.grouped ? grouped_blocks(p.m, p.groups) : ceil_div(p.m, kBlock);
   const int64_t tiles = p.batch * ceil_div(row_blocks, kTileBlocks) * ceil_div(p.k, kTileColumns);
-  const bool given = p.activation.kind == Activation::kNone;
-  return (given ? bfloat16_values : makes(p)) && plain(p.row) && plain(p.column) && p.groups > 0 &&
-         tiles > 0 && p.k % (2 * kBlock) == 0 &&  // rows of codes in 16-byte steps
-         !(p.row_scaled && p.grouped) &&          // lines would change inside a tile
+  return bfloat16_values && plain(p.row) && plain(p.column) && p.groups > 0 && tiles > 0 &&
+         p.k % (2 * kBlock) == 0 &&       // rows of codes in 16-byte steps
+         !(p.row_scaled && p.grouped) &&  // lines would change inside a tile
          !(p.tile == kBlock && p.column.wanted && p.column.hadamard) &&  // a tile of mixed values
          p.k < (1 << 26) && row_blocks < (1 << 22) &&                    // a tile in 32 bits
          p.batch * (p.m + p.k) < (int64_t{1} << 30) && tiles < (int64_t{1} << 28);  // 32 bits
 }
 
 cudaError_t launch_quantize_tiles(const QuantizeTask& task, cudaStream_t stream) {
-  switch (task.p.activation.kind) {
-    case Activation::kSwiglu:
-      return launch_made<Activation::kSwiglu>(task, stream);
-    case Activation::kGeglu:
-      return launch_made<Activation::kGeglu>(task, stream);
-    case Activation::kClampedQgeglu:
-      return launch_made<Activation::kClampedQgeglu>(task, stream);
-    case Activation::kSituGlu:
-      return launch_made<Activation::kSituGlu>(task, stream);
-    default:
-      break;
-  }
   return task.p.x_dtype == DType::kF32 ? launch_dtype<float>(task, stream)
                                        : launch_dtype<uint16_t>(task, stream);
 }

@@ -1,5 +1,6 @@
-// The passes of a quantization, in order: where the groups lie, the amaxes, what no group has, and
-// then one kernel that makes all stored forms.
+// The passes of a quantization, in order: where the groups lie, what an activation makes (no pass
+// after it knows of h), the amaxes, what no group has, and then one kernel that makes all stored
+// forms.
 #include <limits.h>
 
 #include <type_traits>
@@ -11,7 +12,15 @@ namespace {
 
 constexpr int kPlanThreads = 256, kClearThreads = 256;
 
+__host__ __device__ bool amaxes_are_given(const QuantizeProblem& p) {
+  return (p.row.wanted ? p.row : p.column).given_amax != nullptr;
+}
+
 // ---- Groups ------------------------------------------------------------------------------------
+
+__host__ __device__ bool clears_amaxes(const QuantizeProblem& p) {
+  return p.grouped && !p.row_scaled && !amaxes_are_given(p);
+}
 
 // Inclusive sum over the threads of the block.
 __device__ int64_t scan(int64_t value, int64_t* shared) {
@@ -48,7 +57,8 @@ __device__ int64_t group_of(const int32_t* first_block, int64_t groups, int64_t 
   return low;
 }
 
-// One thread block makes the tables of one batch entry.
+// One thread block makes the tables of one batch entry, and zeros of its amaxes if these will be
+// computed for each group.
 __global__ void __launch_bounds__(kPlanThreads) plan_groups(QuantizeTask task) {
   __shared__ int64_t shared[kPlanThreads];
   const QuantizeProblem& p = task.p;
@@ -57,6 +67,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(QuantizeTask task) {
   int32_t* group_rows = task.group_rows + entry * groups;
   int32_t* first_block = task.first_block + entry * groups;
   int32_t* first_row = task.first_row + entry * (groups + 1);
+  const bool clears = clears_amaxes(p);
   int64_t row = 0, block = 0;  // where the groups of earlier rounds end
   for (int64_t base = 0; base < groups; base += kPlanThreads) {
     const int64_t i = base + threadIdx.x;
@@ -68,6 +79,8 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(QuantizeTask task) {
       first_row[i] = static_cast<int32_t>(begin);
       group_rows[i] = static_cast<int32_t>(end - begin);
       first_block[i] = static_cast<int32_t>(after - blocks);
+      if (clears && p.row.wanted) p.row.amax[entry * groups + i] = 0.0f;
+      if (clears && p.column.wanted) p.column.amax[entry * groups + i] = 0.0f;
     }
     row = last(end, shared);
     block = last(after, shared);
@@ -186,6 +199,21 @@ cudaError_t launch_groups(const QuantizeTask& task, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+// Whether the activation's pass finds the amaxes too: those that are maxima of matrices.
+bool makes_maxima(const QuantizeProblem& p) {
+  return p.activation.kind != Activation::kNone && !p.row_scaled &&
+         !(p.column.wanted && p.column.hadamard);
+}
+
+// Makes what is quantized of h; the problem is then one without an activation.
+cudaError_t launch_made(QuantizeTask& task, bool with_maxima, cudaStream_t stream) {
+  const cudaError_t error = launch_activate(task, with_maxima, stream);
+  task.p.x = task.made;
+  task.p.x_dtype = task.p.compute;
+  task.p.activation = {};
+  return error;
+}
+
 cudaError_t launch_finish(const QuantizeTask& task, cudaStream_t stream) {
   const int64_t work = 1 + task.p.m * task.p.k / (1 << 16);
   const dim3 grid(static_cast<unsigned>(work < 512 ? work : 512),
@@ -212,7 +240,10 @@ int64_t lay_out_scratch(QuantizeTask& task, void* scratch) {
     if (scratch != nullptr) pointer = reinterpret_cast<Item*>(static_cast<uint8_t*>(scratch) + end);
     end += count * static_cast<int64_t>(sizeof(Item));
   };
-  take(task.units, 4);  // whose number keeps the tables aligned
+  take(task.units, 4);  // whose number keeps the rest aligned
+  const int64_t width = p.compute == DType::kF32 ? 4 : 2;
+  if (p.activation.kind != Activation::kNone)
+    take(task.made, ceil_div(p.batch * p.m * p.k * width, sizeof(*task.made)));
   if (!p.grouped) return end;
   take(task.blocks, p.batch * task.row_blocks);
   take(task.scaled, p.batch * task.row_blocks);
@@ -242,22 +273,24 @@ cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scra
   if (lay_out_scratch(task, scratch) > 0 && scratch == nullptr) return cudaErrorInvalidValue;
   const QuantizeProblem& p = task.p;
   if (p.batch == 0) return cudaSuccess;
+  const bool given = amaxes_are_given(p), maxima_made = !given && makes_maxima(p);
   cudaError_t error = cudaSuccess;
-  if (p.grouped) error = launch_groups(task, stream);
-  if (error != cudaSuccess) return error;
-  const bool given = (p.row.wanted ? p.row : p.column).given_amax != nullptr;
-  if (!given) error = launch_clear_amaxes(task, stream);
-  if (error != cudaSuccess) return error;
-  if (!given) error = launch_amaxes(task, stream);
-  if (error != cudaSuccess) return error;
-  if (p.grouped) error = launch_finish(task, stream);
+  const auto pass = [&](bool needed, auto launch_pass) {
+    if (needed && error == cudaSuccess) error = launch_pass();
+  };
+  pass(p.grouped, [&] { return launch_groups(task, stream); });
+  pass(!given && !clears_amaxes(p), [&] { return launch_clear_amaxes(task, stream); });
+  pass(p.activation.kind != Activation::kNone,
+       [&] { return launch_made(task, maxima_made, stream); });
+  pass(!given && !maxima_made, [&] { return launch_amaxes(task, stream); });
+  pass(p.grouped, [&] { return launch_finish(task, stream); });
   if (error != cudaSuccess) return error;
   if (quantize_rows_supports(p)) return launch_quantize_rows(task, stream);
-  if (quantize_tiles_supports(p)) {
-    if (given && !p.grouped) error = cudaMemsetAsync(task.units, 0, sizeof(*task.units), stream);
-    return error == cudaSuccess ? launch_quantize_tiles(task, stream) : error;
-  }
-  return launch_quantize_any(task, stream);
+  if (!quantize_tiles_supports(p)) return launch_quantize_any(task, stream);
+  pass(given && !p.grouped,
+       [&] { return cudaMemsetAsync(task.units, 0, sizeof(*task.units), stream); });
+  pass(true, [&] { return launch_quantize_tiles(task, stream); });
+  return error;
 }
 
 }  // namespace jax_fp4::cuda

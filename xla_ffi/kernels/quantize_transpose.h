@@ -8,7 +8,8 @@
 // outputs that are asked for is written; the scratch needs no initial value.
 //
 // Bytes moved per element of x (width w): w if amaxes are computed, w for the codes, 0.5625 a form
-// and 2 for the values. An activation with a gate reads 2 w in the place of w, and writes no x.
+// and 2 for the values. An activation first reads w, or 2 w with a gate, and writes x as `compute`
+// into scratch; maxima of whole matrices are found on the way, so that these amaxes cost nothing.
 #ifndef JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TRANSPOSE_H_
 #define JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TRANSPOSE_H_
 
@@ -34,12 +35,12 @@ struct StoredForm {
   const float* given_amax;  // as many, not negative (unchecked); null = computed from x
 };
 
-// How x is made while it is read, in each pass again and never written. With one, QuantizeProblem's
-// x is h: [batch, m, 2 k] for a gated activation, gate columns first, else [batch, m, k]; what is
-// quantized is act(h) * weight in float32, by the formulas of jax_fp4/_activations.py in the order
-// written there, rounded once to `compute`. Its bits are those of that composition up to the last
-// bits of the platform's exp and tanh, and all passes see the same ones. Finite h gives NaN
-// nowhere, and what is finite wherever it fits; NaN stays NaN, Inf may become NaN.
+// How x is made, in scratch, by a pass before the others. With one, QuantizeProblem's x is h:
+// [batch, m, 2 k] for a gated activation, gate columns first, else [batch, m, k]; what is quantized
+// is act(h) * weight in float32, by the formulas of jax_fp4/_activations.py in the order written
+// there, rounded once to `compute`. Its bits are those of that composition up to the last bits of
+// the platform's exp and tanh. Finite h gives NaN nowhere, and what is finite wherever it fits; NaN
+// stays NaN, Inf may become NaN.
 struct ActivatedInput {
   Activation kind;                           // kNone: the rest is not read
   float limit, alpha, offset, beta1, beta2;  // only those of the formula are read
@@ -78,7 +79,8 @@ struct QuantizeProblem {
 // batch * m of the row-wise form, and k a matrix of the column-wise one.
 int64_t amax_count(const QuantizeProblem& problem, bool row_wise);
 
-// Bytes of scratch, aligned to 16, that the launch needs; 0 if scratch may be null.
+// Bytes of scratch, aligned to 16, that the launch needs; 0 if scratch may be null. With an
+// activation they hold x: batch * m * k values of `compute` beside what is always there.
 int64_t scratch_bytes(const QuantizeProblem& problem);
 
 // cudaErrorInvalidValue: the problem is none that the contract above describes.

@@ -24,17 +24,12 @@ enum class Scaling { kTensor, kLines, kGroups };
 
 // A kernel each: code that is not needed would lie between what is, and the instruction cache is
 // what limits a kernel as long as this.
-template <class X_, Scaling scaling, bool stochastic, bool mixed,
-          Activation activation = Activation::kNone>
+template <class X_, Scaling scaling, bool stochastic, bool mixed>
 struct Variant {
   using X = X_;
   static constexpr Scaling kScaling = scaling;
   static constexpr bool kStochastic = stochastic;
   static constexpr bool kMixed = mixed;  // the Hadamard transform, column-wise
-  // Gated: what is staged of x is then its gate and its linear columns.
-  static constexpr Activation kActivation = activation;
-  static constexpr bool kMade = activation != Activation::kNone;
-  static_assert(!kMade || (activation <= kLastGated && scaling == Scaling::kGroups));
 };
 
 // ---- Which tiles -------------------------------------------------------------------------------

@@ -17,13 +17,11 @@ __device__ __forceinline__ int column_slot(int column) {
 constexpr int kCodeStride = kTileRows / 2 / 4;  // words from a column of a patch to the next
 constexpr int kColumnCodeBytes = kTileColumns * (kTileRows / 2) + kTileColumns / kPatch * 16;
 
-constexpr int kTileElements = kTileRows * kTileColumns;
-
 template <class V>
 struct alignas(128) TileMemory {
   static constexpr bool kLines = V::kScaling == Scaling::kLines;
 
-  typename V::X stage[(V::kMade ? 2 : 1) * kTileElements];  // gate and linear columns, or x
+  typename V::X stage[kTileRows * kTileColumns];
   uint8_t column_codes[kColumnCodeBytes];
   // Of the super-tile: row-wise [column block, row], column-wise [row block, column].
   uint8_t row_scales[kSuperRows * kSuperColumns / kBlock];
@@ -33,7 +31,8 @@ struct alignas(128) TileMemory {
   LineScale row, column;
   float row_table[kLines ? 1 : 128], column_table[kLines ? 1 : 128];
   bool same;
-  uint32_t unit[2];  // the one that is next, and the one after it
+  Origin row_origin, column_origin;  // of its random bytes
+  uint32_t unit[2];                  // the one that is next, and the one after it
   // Scaling::kLines: the scales of the super-tile's rows and columns.
   LineScale row_lines[kLines ? kSuperRows : 1], column_lines[kLines ? kSuperColumns : 1];
 };
@@ -72,19 +71,16 @@ __device__ __forceinline__ void fetch(const TileTask& task, const Cursor& at, X*
         copy_async(to + r * kStep, corner + (from + r * step), r * kRowsAtOnce < left);
     }
   } else {
-    constexpr int kParts = V::kMade ? 2 : 1;
 #pragma unroll
     for (int b = 0; b < kTileBlocks; ++b) {
       const RowBlock rows = task.row_block<V>(at.entry, block0 + b);
       const int32_t left = inside ? rows.rows - first : 0;
       const X* from = static_cast<const X*>(task.q.p.x) +
-                      row_start(at.entry * task.m + rows.row + first, task.k) * kParts + column;
+                      row_start(at.entry * task.m + rows.row + first, task.k) + column;
 #pragma unroll
-      for (int r = 0; r < kBlock / kRowsAtOnce; ++r, from += static_cast<uint64_t>(step) * kParts)
-#pragma unroll
-        for (int part = 0; part < kParts; ++part)
-          copy_async(to + (b * kBlock + r * kRowsAtOnce) * kTileColumns + part * kTileElements,
-                     from + static_cast<uint64_t>(part) * task.k, r * kRowsAtOnce < left);
+      for (int r = 0; r < kBlock / kRowsAtOnce; ++r, from += step)
+        copy_async(to + (b * kBlock + r * kRowsAtOnce) * kTileColumns, from,
+                   r * kRowsAtOnce < left);
     }
   }
 }
