@@ -36,8 +36,8 @@ __device__ __forceinline__ bool has_nan_scale(uint32_t scales) {
 
 // Magnitude codes 0..7 of |v| / 8 = a in [0, 1], plus 0x40000000. The grid is three lines, and the
 // code is the lowest of them (nvfp4.h): each fma rounds to the step of its line, since 2 + code *
-// 2^-22 has the code in its last bits. The third is a hair below a / 2 so that its ties, all of
-// which go down or to 6 by the other lines, agree.
+// 2^-22 has the code in its last bits. The third only tells 6 from 7, at |v| = 5: it is 6 + |v| /
+// 10, a hair less, so that 5 itself goes down.
 __device__ __forceinline__ uint32_t nearest_bits(float a) {
   constexpr float kUnit = 0x1p-22f;
   const float halves = __fmaf_rn(a, 16.0f * kUnit, 2.0f);
@@ -50,21 +50,23 @@ constexpr uint32_t kNearestOffset = 0x40000000u;  // its multiples by places bey
 // The stochastic code of a = |v| / 8 in [0, 1] and byte `which` of `random`, 0 to 8, in the top
 // byte, plus kStochasticOffset there. From |v| = 1 on, the bits of a float are its place on the
 // grid, two codes a binade, 2^22 a code; below, those of (|v| + 1) / 2 are. There the random
-// number, added as bits, carries as |v| + u * step(|v|) does, but for |v| < 1/4, where that sum is
-// rounded: up to 1/2 from 2^-26 below it on, which the first line makes up for. (Larger |v| lose
-// what it adds.)
+// number, added as bits, carries as |v| + u * step(|v|) does. Only where |v| < 1/4 is that sum
+// inexact: it rounds to 1/2 from 2^-26 below it on. Adding 2^-26 to |v| first does the same, and
+// larger |v| lose it.
 __device__ __forceinline__ uint32_t stochastic_byte(float a, uint32_t random, int which) {
   const float twice = __fadd_rz(__fadd_rz(a, 0x1p-29f), 0x1p-3f);  // (|v| + 1) / 8
   const uint32_t place =
-      max(__float_as_uint(a), __float_as_uint(twice) - 0x00800000u);  // of half of it
+      max(__float_as_uint(a), __float_as_uint(twice) - 0x00800000u);  // one exponent less
   return place * 4u + __byte_perm(random, 0, 0x4044u | which << 8);   // the byte under the top one
 }
 constexpr uint32_t kStochasticOffset = 246;  // top byte of code 0, whose place is that of 1/16
 
 // Eight such codes, low nibble first, with the signs; 8, which stands for more than 6, becomes 7.
 __device__ __forceinline__ uint32_t pack_top_bytes(const uint32_t code[8], uint32_t signs) {
-  // The offset's complement in each byte; each but the first has the carry of the one below it.
+  // 10 in each byte takes the offset back to 256; each byte but the lowest gets the carry of the
+  // one below it.
   constexpr uint32_t kBack = (256 - kStochasticOffset) * 0x01010101u - 0x01010100u;
+  static_assert(kBack == 0x0909090Au);
   const auto four = [&](int first) {
     return __byte_perm(__byte_perm(code[first], code[first + 2], 0x0073),
                        __byte_perm(code[first + 4], code[first + 6], 0x0073), 0x5410);
@@ -77,6 +79,12 @@ __device__ __forceinline__ uint32_t pack_top_bytes(const uint32_t code[8], uint3
 // the busier pipe executes.
 struct Places {
   uint32_t of[8];
+
+  static Places make() {
+    Places places;
+    for (int i = 0; i < 8; ++i) places.of[i] = 1u << (4 * i);
+    return places;
+  }
 };
 
 // Adds the nearest code of element i to those that its line of eight has so far, from element 0 on.

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 1; i < kBlock / 2; ++i) most = max_magnitude(most, pair[i]);
       most = max_magnitude(most, __byte_perm(most, most, 0x1032));
-      uint32_t scale = scale_pair(most, line.per_block, line.per_block) & 0x7Fu;
+      uint32_t scale = scale_pair(most, line.per_block, line.per_block) & 0xFFu;
       const float multiplier = table[scale];
       uint32_t codes[2];
 #pragma unroll
@@ -113,10 +113,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 bool quantize_rows_supports(const QuantizeProblem& p) {
-  const bool bfloat16_values = p.x_dtype == DType::kBF16
-                                   ? p.compute != DType::kF16
-                                   : p.x_dtype == DType::kF32 && p.compute == DType::kBF16;
-  return bfloat16_values && p.row.wanted && !p.column.wanted && p.values == nullptr &&
+  return holds_bfloat16(p) && p.row.wanted && !p.column.wanted && p.values == nullptr &&
          p.tile == 1 && p.row.four_over_six == ErrorNorm::kNone && p.seed == nullptr &&
          !p.row_scaled && !p.grouped &&       // one amax for all blocks
          p.m * p.k > 0 && p.k % kBlock == 0;  // there are blocks, and none ends early
@@ -125,7 +122,7 @@ bool quantize_rows_supports(const QuantizeProblem& p) {
 cudaError_t launch_quantize_rows(const QuantizeTask& q, cudaStream_t stream) {
   RowsTask task = {};
   task.p = q.p;
-  for (int i = 0; i < 8; ++i) task.places.of[i] = 1u << (4 * i);
+  task.places = Places::make();
   const int64_t blocks = q.p.m * q.p.row.blocks;
   int processors = 0;
   const cudaError_t error = multiprocessors(&processors);

@@ -42,6 +42,7 @@ struct alignas(16) ScaledBlock {
   RowBlock rows;
   LineScale row, column;
 };
+static_assert(sizeof(RowBlock) == 16 && sizeof(ScaledBlock) == 32, "read in pieces of 16 bytes");
 
 struct QuantizeTask {
   QuantizeProblem p;
@@ -51,7 +52,7 @@ struct QuantizeTask {
   int32_t* group_rows;   // [batch, groups] if grouped
   int32_t* first_block;  // [batch, groups] if grouped
   int32_t* first_row;    // [batch, groups + 1] if grouped: the last is where the groups end
-  uint32_t* units;       // the tile kernel counts here what is drawn; 0 before it
+  uint32_t* units;       // what the tile kernel has drawn; the first pass, or a memset, makes it 0
   uint4* made;           // [batch, m, k] of `compute` if there is an activation: what it makes
 
   __device__ RowBlock row_block(int64_t entry, int64_t block) const {
@@ -69,6 +70,12 @@ struct QuantizeTask {
     return entry * p.groups + block.group;
   }
 };
+
+// Whether what is quantized are bfloat16 values, of bfloat16 or of float32 x.
+inline bool holds_bfloat16(const QuantizeProblem& p) {
+  return p.x_dtype == DType::kBF16 ? p.compute != DType::kF16
+                                   : p.x_dtype == DType::kF32 && p.compute == DType::kBF16;
+}
 
 // Host: the table's pointers into scratch. With null, only the size counts.
 int64_t lay_out_scratch(QuantizeTask& task, void* scratch);

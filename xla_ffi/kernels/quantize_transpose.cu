@@ -272,7 +272,7 @@ cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scra
   task.p = problem;
   if (lay_out_scratch(task, scratch) > 0 && scratch == nullptr) return cudaErrorInvalidValue;
   const QuantizeProblem& p = task.p;
-  if (p.batch == 0) return cudaSuccess;
+  if (p.batch == 0 || !(p.row.wanted || p.column.wanted)) return cudaSuccess;
   const bool given = amaxes_are_given(p), maxima_made = !given && makes_maxima(p);
   cudaError_t error = cudaSuccess;
   const auto pass = [&](bool needed, auto launch_pass) {

@@ -79,7 +79,7 @@ struct QuantizeProblem {
 // batch * m of the row-wise form, and k a matrix of the column-wise one.
 int64_t amax_count(const QuantizeProblem& problem, bool row_wise);
 
-// Bytes of scratch, aligned to 16, that the launch needs; 0 if scratch may be null. With an
+// Bytes of scratch, aligned to 16, that the launch needs; never 0. With an
 // activation they hold x: batch * m * k values of `compute` beside what is always there.
 int64_t scratch_bytes(const QuantizeProblem& problem);
 

@@ -45,7 +45,7 @@ struct Place {
     return {row, column, row / kPatch % 2, column / kPatch % 2};
   }
 };
-constexpr int kAcross = 1, kDown = 8;  // lanes that hold the other half of a block
+constexpr int kAcrossLanes = 1, kDownLanes = 8;  // lanes that hold the other half of a block
 
 // Scales of eight lines, a byte each, and an eighth of their multipliers.
 struct EightScales {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void row_maxima(const Patch& x, uint32_t most[4]) {
     }
     most[i] =
         max_magnitude(__byte_perm(row[0], row[1], 0x5410), __byte_perm(row[0], row[1], 0x7632));
-    most[i] = max_magnitude(most[i], __shfl_xor_sync(~0u, most[i], kAcross));
+    most[i] = max_magnitude(most[i], __shfl_xor_sync(~0u, most[i], kAcrossLanes));
   }
 }
 
@@ -95,7 +95,7 @@ __device__ __forceinline__ void column_maxima(const Patch& x, uint32_t most[4]) 
     most[j] = x.pair[0][j];
 #pragma unroll
     for (int r = 1; r < kPatch; ++r) most[j] = max_magnitude(most[j], x.pair[r][j]);
-    most[j] = max_magnitude(most[j], __shfl_xor_sync(~0u, most[j], kDown));
+    most[j] = max_magnitude(most[j], __shfl_xor_sync(~0u, most[j], kDownLanes));
   }
 }
 
@@ -103,7 +103,7 @@ __device__ __forceinline__ void column_maxima(const Patch& x, uint32_t most[4]) 
 __device__ __forceinline__ void square_maxima(uint32_t most[4]) {
   uint32_t all = max_magnitude(max_magnitude(most[0], most[1]), max_magnitude(most[2], most[3]));
   all = max_magnitude(all, __byte_perm(all, all, 0x1032));
-  all = max_magnitude(all, __shfl_xor_sync(~0u, all, kDown));
+  all = max_magnitude(all, __shfl_xor_sync(~0u, all, kDownLanes));
 #pragma unroll
   for (int i = 0; i < 4; ++i) most[i] = all;
 }
@@ -165,7 +165,7 @@ __device__ __forceinline__ void mix_columns(Patch& x, int half) {
       // Stride 8: a + b here, a - b there; a product with +-1 is exact, so the fma rounds the sum.
 #pragma unroll
       for (int r = 0; r < kPatch; ++r)
-        v[h][r] = __fmaf_rn(v[h][r], own, __shfl_xor_sync(~0u, v[h][r], kDown)) * 0.25f;
+        v[h][r] = __fmaf_rn(v[h][r], own, __shfl_xor_sync(~0u, v[h][r], kDownLanes)) * 0.25f;
     }
 #pragma unroll
     for (int r = 0; r < kPatch; ++r) x.pair[r][j] = pack_bfloat16(v[0][r], v[1][r]);

@@ -24,9 +24,9 @@ enum class Scaling { kTensor, kLines, kGroups };
 
 // A kernel each: code that is not needed would lie between what is, and the instruction cache is
 // what limits a kernel as long as this.
-template <class X_, Scaling scaling, bool stochastic, bool mixed>
+template <class Element, Scaling scaling, bool stochastic, bool mixed>
 struct Variant {
-  using X = X_;
+  using X = Element;
   static constexpr Scaling kScaling = scaling;
   static constexpr bool kStochastic = stochastic;
   static constexpr bool kMixed = mixed;  // the Hadamard transform, column-wise
@@ -36,7 +36,7 @@ struct Variant {
 
 // Units of work, which thread blocks draw one after another: super-tiles, and single tiles for the
 // last of them, so that all blocks end together.
-struct Grid {
+struct Schedule {
   uint32_t super_rows, super_columns;  // super-tiles of a batch entry
   uint32_t supers;                     // of all entries
   uint32_t whole;                      // of these are drawn whole
@@ -55,7 +55,7 @@ __device__ __forceinline__ int64_t row_start(int32_t row, int32_t width) {
 // Extents fit 32 bits (quantize_tiles_supports), so that a product of two takes one instruction.
 struct TileTask {
   QuantizeTask q;
-  Grid grid;
+  Schedule schedule;
   int32_t m, k, row_blocks;
   Places places;
 
@@ -75,24 +75,39 @@ struct TileTask {
 // Walks the tiles of the units that a thread block draws.
 struct Cursor {
   uint32_t super, sub;
-  uint32_t end;                  // of the unit's tiles
+  uint32_t begin, end;           // of the unit's tiles
   int32_t entry, block, column;  // batch entry, first row block and first column of the super-tile
 
-  __device__ __forceinline__ void take(const Grid& grid, uint32_t unit) {
-    if (unit < grid.whole) {
-      super = unit, sub = 0, end = kSuperTiles;
+  __device__ __forceinline__ void take(const Schedule& schedule, uint32_t unit) {
+    if (unit < schedule.whole) {
+      super = unit, begin = 0, end = kSuperTiles;
     } else {
-      const uint32_t tile = unit - grid.whole;
-      super = grid.whole + tile / kSuperTiles, sub = tile % kSuperTiles, end = sub + 1;
+      const uint32_t tile = unit - schedule.whole;
+      super = schedule.whole + tile / kSuperTiles, begin = tile % kSuperTiles, end = begin + 1;
     }
-    const uint32_t of_entry = grid.super_rows * grid.super_columns, in_entry = super % of_entry;
-    const uint32_t of_band = kBand * grid.super_columns, in_band = in_entry % of_band;
-    const uint32_t first = in_entry / of_band * kBand, height = min(kBand, grid.super_rows - first);
+    sub = begin;
+    const uint32_t of_entry = schedule.super_rows * schedule.super_columns,
+                   in_entry = super % of_entry;
+    const uint32_t of_band = kBand * schedule.super_columns, in_band = in_entry % of_band;
+    const uint32_t first = in_entry / of_band * kBand,
+                   height = min(kBand, schedule.super_rows - first);
     entry = static_cast<int32_t>(super / of_entry);
     column = static_cast<int32_t>(in_band / height) * kSuperColumns;
     block = static_cast<int32_t>(first + in_band % height) * (kRowSpan * kTileBlocks);
   }
-  __device__ __forceinline__ bool exists(const Grid& grid) const { return super < grid.supers; }
+  __device__ __forceinline__ bool exists(const Schedule& schedule) const {
+    return super < schedule.supers;
+  }
+  // Whether there is anything of x in the tile: super-tiles reach beyond it.
+  __device__ __forceinline__ bool is_inside(const TileTask& task) const {
+    return exists(task.schedule) && tile_block() < task.row_blocks && tile_column() < task.k;
+  }
+  // To the next tile of the unit; true if there is none.
+  __device__ __forceinline__ bool advance(const TileTask& task) {
+    do ++sub;
+    while (sub < end && !is_inside(task));
+    return sub == end;
+  }
 
   __device__ __forceinline__ int32_t sub_row() const { return sub % kRowSpan; }
   __device__ __forceinline__ int32_t sub_column() const { return sub / kRowSpan; }

@@ -16,24 +16,26 @@ __device__ __forceinline__ int column_slot(int column) {
 }
 constexpr int kCodeStride = kTileRows / 2 / 4;  // words from a column of a patch to the next
 constexpr int kColumnCodeBytes = kTileColumns * (kTileRows / 2) + kTileColumns / kPatch * 16;
+static_assert(kColumnCodeBytes % 16 == 0, "pieces are stored");
 
 template <class V>
 struct alignas(128) TileMemory {
+  static constexpr bool kTensor = V::kScaling == Scaling::kTensor;
   static constexpr bool kLines = V::kScaling == Scaling::kLines;
 
   typename V::X stage[kTileRows * kTileColumns];
-  uint8_t column_codes[kColumnCodeBytes];
+  alignas(16) uint8_t column_codes[kColumnCodeBytes];
   // Of the super-tile: row-wise [column block, row], column-wise [row block, column].
-  uint8_t row_scales[kSuperRows * kSuperColumns / kBlock];
-  uint8_t column_scales[kSuperRows * kSuperColumns / kBlock];
-  // Scaling::kTensor: the scale of the batch entry, an eighth of the multiplier of each scale byte,
-  // and whether both directions have the same.
+  alignas(16) uint8_t row_scales[kSuperRows * kSuperColumns / kBlock];
+  alignas(16) uint8_t column_scales[kSuperRows * kSuperColumns / kBlock];
+  uint32_t unit[2];  // that are drawn: the next one, and the one after it
+  // Scaling::kTensor, of the batch entry: its scales, an eighth of the multiplier of each scale
+  // byte, whether both directions have the same; where its random bytes begin.
   LineScale row, column;
-  float row_table[kLines ? 1 : 128], column_table[kLines ? 1 : 128];
+  float row_table[kTensor ? 128 : 1], column_table[kTensor ? 128 : 1];
   bool same;
-  Origin row_origin, column_origin;  // of its random bytes
-  uint32_t unit[2];                  // the one that is next, and the one after it
-  // Scaling::kLines: the scales of the super-tile's rows and columns.
+  Origin row_origin, column_origin;
+  // Scaling::kLines: of the super-tile's rows and columns.
   LineScale row_lines[kLines ? kSuperRows : 1], column_lines[kLines ? kSuperColumns : 1];
 };
 
@@ -51,6 +53,7 @@ template <class V, class X = typename V::X>
 __device__ __forceinline__ void fetch(const TileTask& task, const Cursor& at, X* stage) {
   constexpr int kChunk = 16 / sizeof(X), kChunks = kTileColumns / kChunk;  // of a row
   constexpr int kRowsAtOnce = kThreads / kChunks;
+  static_assert(kThreads % kChunks == 0 && kBlock % kRowsAtOnce == 0, "whole rows at once");
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
   const int32_t column = at.tile_column() + chunk * kChunk, block0 = at.tile_block();
   X* to = stage + first * kTileColumns + swizzled<X>(chunk) * kChunk;
