@@ -34,9 +34,10 @@ VARIANTS = {
 
 
 def milliseconds(fn: Callable, *args, repeats: int) -> float:
-    """Median time of a call of jitted fn, after one that compiles it."""
+    """Median time of a call of jitted fn, after some that compile it and fill the allocator with pages."""
     jitted = jax.jit(fn)
-    jax.block_until_ready(jitted(*args))
+    for _ in range(5):
+        jax.block_until_ready(jitted(*args))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -75,8 +75,8 @@ struct Memory {
 
   explicit Memory(int64_t count) : elements(count) {
     x_half = allocate<uint8_t>(4 * count);
-    x_float = allocate<uint8_t>(4 * count);
-    out = allocate<uint8_t>(4 * count);
+    x_float = allocate<uint8_t>(5 * count);
+    out = allocate<uint8_t>(5 * count);
     copy_from = x_float;
     copy_to = out;
     amax = allocate<float>(1 << 22);
@@ -198,7 +198,7 @@ cuda::QuantizeProblem problem(const Memory& memory, const Variant& v, int64_t m,
 
 double copy_us(const Memory& memory, double bytes, int inner) {
   const auto half = static_cast<size_t>(bytes / 2) / 16 * 16;
-  const auto slots = std::max<int64_t>(1, 4 * memory.elements / static_cast<int64_t>(half));
+  const auto slots = std::max<int64_t>(1, 5 * memory.elements / static_cast<int64_t>(half));
   return median_us(
       [&](int i) {
         const size_t at = static_cast<size_t>(i % slots) * half;
