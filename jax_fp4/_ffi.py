@@ -63,13 +63,7 @@ def quantize(
     q: Quantization,
 ):
     """-> codes, block_scale, amax of x along q.axis."""
-    return _call(
-        "jax_fp4_quantize",
-        _results(x, q, q.axis, group_sizes),
-        (x, _operand(amax, x, jnp.float32), *_seed_and_groups(x, seed, group_sizes)),
-        axis=np.int32(q.axis),
-        **_attributes(q, amax, group_sizes),
-    )
+    return _quantize("jax_fp4_quantize", x, (x,), {q.axis: amax}, seed, group_sizes, q, axis=np.int32(q.axis))
 
 
 def quantize_transpose(
@@ -81,13 +75,7 @@ def quantize_transpose(
     q: Quantization,
 ):
     """-> codes, block_scale, amax row-wise, then the same column-wise, in one pass over x."""
-    amaxes = (_operand(amax, x, jnp.float32), _operand(amax_t, x, jnp.float32))
-    return _call(
-        "jax_fp4_quantize_transpose",
-        (*_results(x, q, -1, group_sizes), *_results(x, q, 0, group_sizes)),
-        (x, *amaxes, *_seed_and_groups(x, seed, group_sizes)),
-        **_attributes(q, amax, group_sizes),
-    )
+    return _quantize("jax_fp4_quantize_transpose", x, (x,), {-1: amax, 0: amax_t}, seed, group_sizes, q)
 
 
 @runtime_checkable
@@ -118,14 +106,10 @@ def activate_quantize(
     activation: Activated,
 ):
     """-> codes, block_scale, amax along q.axis of the activation of h times the rows' weights. CUDA only."""
-    x = _activated(h, activation)
-    return _call(
-        "jax_fp4_activate_quantize",
-        _results(x, q, q.axis, group_sizes),
-        (h, _operand(weights, x, jnp.float32), _operand(None, x, jnp.float32), *_seed_and_groups(x, None, group_sizes)),
-        axis=np.int32(q.axis),
-        **_attributes(q, None, group_sizes),
-        **_activation_attributes(activation, weights),
+    x, more = _activated(h, activation), _activation_attributes(activation, weights)
+    operands, amaxes = (h, _operand(weights, x, jnp.float32)), {q.axis: None}
+    return _quantize(
+        "jax_fp4_activate_quantize", x, operands, amaxes, None, group_sizes, q, axis=np.int32(q.axis), **more
     )
 
 
@@ -137,15 +121,9 @@ def activate_quantize_transpose(
     activation: Activated,
 ):
     """-> the same row-wise, then column-wise."""
-    x = _activated(h, activation)
-    amaxes = (_operand(None, x, jnp.float32),) * 2
-    return _call(
-        "jax_fp4_activate_quantize_transpose",
-        (*_results(x, q, -1, group_sizes), *_results(x, q, 0, group_sizes)),
-        (h, _operand(weights, x, jnp.float32), *amaxes, *_seed_and_groups(x, None, group_sizes)),
-        **_attributes(q, None, group_sizes),
-        **_activation_attributes(activation, weights),
-    )
+    x, more = _activated(h, activation), _activation_attributes(activation, weights)
+    operands, amaxes = (h, _operand(weights, x, jnp.float32)), {-1: None, 0: None}
+    return _quantize("jax_fp4_activate_quantize_transpose", x, operands, amaxes, None, group_sizes, q, **more)
 
 
 def dequantize(codes, block_scale, amax, bound: int, extent: int, dtype):
@@ -167,13 +145,26 @@ def _call(target: str, results, operands, **attributes):
     return jax.ffi.ffi_call(target, results, vmap_method="broadcast_all")(*operands, **attributes)
 
 
+def _quantize(target: str, x, operands, amaxes: dict, seed, group_sizes, q: Quantization, **attributes):
+    """x, or its shape and dtype, in one form for each axis that `amaxes` has; None there is computed."""
+    given = next(iter(amaxes.values()))
+    return _call(
+        target,
+        tuple(result for axis in amaxes for result in _results(x, q, axis, group_sizes)),
+        (
+            *operands,
+            *(_operand(amax, x, jnp.float32) for amax in amaxes.values()),
+            _operand(seed, x, jnp.uint32),
+            _operand(group_sizes, x, jnp.int32),
+        ),
+        **attributes,
+        **_attributes(q, given, group_sizes),
+    )
+
+
 def _operand(value, x, dtype):
     """What an absent operand looks like at the border: no elements, with x's batch dimensions."""
     return jnp.zeros((*x.shape[:-2], 0), dtype) if value is None else value
-
-
-def _seed_and_groups(x, seed, group_sizes):
-    return _operand(seed, x, jnp.uint32), _operand(group_sizes, x, jnp.int32)
 
 
 def _results(x, q: Quantization, axis: int, group_sizes):

@@ -43,14 +43,6 @@ def in_numpy(fn):
     return lambda *args, **kwargs: jax.tree.map(np.asarray, fn(*args, **kwargs))
 
 
-def same(got, want):
-    """Trees equal bit for bit, with their dtypes. Keys, shapes and NaN count."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a, np.float64), np.asarray(b, np.float64))
-
-
 def close(got, want, tolerance=1e-6, name=""):
     """Relative, in the Frobenius norm of each leaf; exact where the norm is 0."""
     if isinstance(want, dict):

@@ -21,12 +21,12 @@ from grouped_layers import (
     poisoned,
     quantizations,
     recipe,
-    same,
 )
 from grouping import group_sizes, slices, total
 from hypothesis import example, given
 from hypothesis import strategies as st
 from products import refused
+from trees import same_tree
 
 import jax_fp4 as fp4
 
@@ -130,13 +130,13 @@ def test_a_group_does_not_see_the_others(name):
     x[0] = kernel[0] = bias[0] = np.nan
     got = grouped(chosen)(x, kernel, bias, DY, SIZES)
     for n, first in (("y", 17), ("x", 17), ("kernel", 1)):
-        same(got[n][first:], want[n][first:])
+        same_tree(got[n][first:], want[n][first:])
         assert np.isnan(got[n][0]).any()
     dy = np.array(DY)
     dy[0, 0] = np.inf
     got = grouped(chosen)(X, W, B, dy, SIZES)
     for n, first in (("y", 0), ("x", 17), ("kernel", 1), ("bias", 1)):
-        same(got[n][first:], grouped(chosen)(X, W, B, DY, SIZES)[n][first:])
+        same_tree(got[n][first:], grouped(chosen)(X, W, B, DY, SIZES)[n][first:])
     assert not np.isfinite(got["bias"][0]).all()
 
 
@@ -161,9 +161,9 @@ def test_stochastic_rounding_draws_by_the_key():
     arguments = poisoned(X, SIZES), W, B, poisoned(DY, SIZES), SIZES
     got = step(*arguments, KEY)
     close(got, in_numpy(jax.jit(quantized_composition))(*arguments, KEY))
-    same(got, step(*arguments, KEY))
+    same_tree(got, step(*arguments, KEY))
     other = step(*arguments, jax.random.key(8))
-    same({n: got[n] for n in ("y", "bias")}, {n: other[n] for n in ("y", "bias")})
+    same_tree({n: got[n] for n in ("y", "bias")}, {n: other[n] for n in ("y", "bias")})
     assert all(np.mean(got[n] != other[n]) > 0.1 for n in ("x", "kernel"))
 
 
@@ -192,7 +192,7 @@ def test_a_later_forward_changes_nothing(mode, jit):
     if pull_x is not None:
         close(pull_x(DY)[0], want["x"])
         with fp4.autocast(recipe(mode)):
-            same(got, jax.vjp(in_kernel, W)[1](DY)[0])
+            same_tree(got, jax.vjp(in_kernel, W)[1](DY)[0])
 
 
 @pytest.mark.core
@@ -273,8 +273,8 @@ def test_what_is_rounded_to_the_compute_dtype(mode):
     wide = partial(gradients, partial(layer, preferred_element_type=jnp.float32), x=x, kernel=W, bias=B)
     want = in_numpy(jax.jit(narrow))(kernel=W.astype(jnp.bfloat16))
     got = in_numpy(jax.jit(wide))(dy.astype(np.float32) * np.float32(1 + 2**-12))
-    same({"y": got["y"].astype(jnp.bfloat16), "x": got["x"]}, {n: want[n] for n in ("y", "x")})
-    same(got["kernel"].astype(jnp.bfloat16), want["kernel"])
+    same_tree({"y": got["y"].astype(jnp.bfloat16), "x": got["x"]}, {n: want[n] for n in ("y", "x")})
+    same_tree(got["kernel"].astype(jnp.bfloat16), want["kernel"])
     close(got["bias"], want["bias"], 1e-3)
 
 
@@ -289,12 +289,12 @@ def test_leading_axes_are_rows(mode, shape):
     step = grouped(recipe(mode))
     got, flat = step(x, w, B, dy, SIZES, KEY), step(x.reshape(m, k), w, B, dy.reshape(m, N), SIZES, KEY)
     assert got["y"].shape == (*shape[:-1], N)
-    same({n: got[n].reshape(flat[n].shape) for n in got}, flat)
+    same_tree({n: got[n].reshape(flat[n].shape) for n in got}, flat)
     if m == 0:
         assert not got["kernel"].any() and not got["bias"].any()
     if k == 0:
         for e, r in enumerate(slices(SIZES, m)):
-            same(got["y"][r], np.broadcast_to(B[e], got["y"][r].shape))
+            same_tree(got["y"][r], np.broadcast_to(B[e], got["y"][r].shape))
 
 
 def loss(mode, **fixed):

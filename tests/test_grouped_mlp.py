@@ -20,11 +20,11 @@ from grouped_layers import (
     poisoned,
     quantizations,
     recipe,
-    same,
 )
 from grouping import group_sizes, slices, total
 from hypothesis import example, given
 from products import refused
+from trees import same_tree
 
 import jax_fp4 as fp4
 
@@ -178,7 +178,7 @@ def test_a_later_forward_changes_nothing(mode):
     close({"y": y, "w_out": got}, {n: want[n] for n in ("y", "w_out")}, 2e-6)
     close(pull_x(DY)[0], want["x"], 2e-6)
     with fp4.autocast(recipe(mode)):
-        same(got, jax.vjp(in_w, ARRAYS["w_out"])[1](DY)[0])
+        same_tree(got, jax.vjp(in_w, ARRAYS["w_out"])[1](DY)[0])
 
 
 @pytest.mark.core
@@ -199,9 +199,9 @@ def test_out_recipe_is_that_of_the_second_product_alone():
     y = {
         pair: np.asarray(layer(**ARRAYS, recipe=pair[0], out_recipe=pair[1])) for pair in ((q, q), (q, high), (high, q))
     }
-    same(layer(**ARRAYS, recipe=q), y[q, q])
+    same_tree(layer(**ARRAYS, recipe=q), y[q, q])
     with fp4.autocast(q):
-        same(layer(**ARRAYS, out_recipe=high), y[q, high])
+        same_tree(layer(**ARRAYS, out_recipe=high), y[q, high])
     assert len({a.tobytes() for a in y.values()}) == 3
 
 
@@ -284,7 +284,7 @@ def test_bfloat16():
     close(got, composition(arrays, dy, np.asarray(SIZES), fp4.Activation("swiglu"), first, second), 1e-4)
     narrow = {n: ARRAYS[n].astype(jnp.bfloat16) for n in ("w_in", "w_out")}
     want = step(arrays | narrow, dy, SIZES)
-    same({n: got[n].astype(want[n].dtype) for n in got}, want)
+    same_tree({n: got[n].astype(want[n].dtype) for n in got}, want)
 
 
 def test_vmap_is_a_loop():

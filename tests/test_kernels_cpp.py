@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from required import missing
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "xla_ffi" / "cpu"
@@ -29,9 +30,9 @@ ISAS = list(ISA_FLAGS) if platform.machine() in {"x86_64", "AMD64"} else ["basel
 def compiler() -> str:
     found = shutil.which(os.environ.get("CXX", "g++"))
     if found is None:
-        if "g++" in os.environ.get("JAX_FP4_REQUIRE", ""):
-            pytest.fail("JAX_FP4_REQUIRE names g++, and there is none on PATH")
-        pytest.skip("needs g++ (or CXX) on PATH, which the build of the extension needs too")
+        missing(
+            "g++", "there is no g++ on PATH: needs g++ (or CXX) on PATH, which the build of the extension needs too"
+        )
     return found
 
 

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from required import missing
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "xla_ffi" / "kernels").glob("*.cu"))
@@ -37,9 +38,7 @@ FLAGS = [
 def nvcc() -> str:
     found = shutil.which(os.environ.get("CUDACXX", "nvcc"))
     if found is None:
-        if "nvcc" in os.environ.get("JAX_FP4_REQUIRE", ""):
-            pytest.fail("JAX_FP4_REQUIRE names nvcc, and there is none on PATH")
-        pytest.skip("needs nvcc (or CUDACXX) on PATH, which the build of the CUDA extension needs too")
+        missing("nvcc", "no nvcc (or CUDACXX) is on PATH, which the build of the CUDA extension needs too")
     return found
 
 

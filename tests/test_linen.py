@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trees import same_tree
 
 import jax_fp4 as fp4
 from jax_fp4 import linen
@@ -40,14 +41,6 @@ def function(chosen, variables, x, **kw):
     """What a layer with these parameters must compute."""
     params = variables["params"]
     return jax.jit(lambda params, x: fp4.dense(x, params["kernel"], params["bias"], recipe=chosen, **kw))(params, x)
-
-
-def same_tree(a, b):
-    """The same structure (boxes included), dtypes and bits."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for ours, theirs in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
 def value_and_grads(model, variables, x, **kw):

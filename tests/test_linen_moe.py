@@ -8,21 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from moe_layers import MODES, SIZES, D, E, F, X, jit, recipe
 from products import refused
+from trees import close_tree, same_tree
 
 import jax_fp4 as fp4
 from jax_fp4 import linen
 
-MODES = ("default", "unquant", "dequant")
 KEY = jax.random.key(0)
-E, D, F = 4, 16, 8
-X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, D), np.float32))
-SIZES = jnp.int32([3, 0, 6, 2])
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is most of what this takes
-
-
-def recipe(mode="unquant", **kw):
-    return fp4.NVFP4BlockScaling(backward_mode=mode, **kw)
 
 
 def normal(seed, *shape):
@@ -36,18 +29,6 @@ def shapes(model, *args, **kw):
 def some(model, *args):
     """Variables of no particular values: initializers take long to compile."""
     return jax.tree.map(lambda a: (normal(a.size, *a.shape) / 4).astype(a.dtype), shapes(model, *args))
-
-
-def same_tree(a, b):
-    """The same structure (boxes included), dtypes and bits."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for ours, theirs in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
-
-
-def close(a, b):
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), a, b)
 
 
 def gradients(function):
@@ -194,7 +175,7 @@ def test_without_recipe():
         logits = x @ params.pop("router")["kernel"]
         return fp4.moe(x, logits, **params, top_k=2, activation=fp4.Activation("relu"))
 
-    close(jit(model.apply)(variables, X), jit(function)(variables, X))
+    close_tree(jit(model.apply)(variables, X), jit(function)(variables, X))
 
 
 # --- dtypes and the router ---
@@ -326,11 +307,11 @@ def test_scan_of_remat_equals_a_loop_without():
     one, carries = pullback(lambda v, carry: block.apply(v, carry)[0]), [start]
     for layer in layers:
         carries.append(one(layer, carries[-1], end)[0])
-    close(got, carries[-1])
+    close_tree(got, carries[-1])
     for i in reversed(range(depth)):
         _, (want, end) = one(layers[i], carries[i], end)
-        close(jax.tree.map(lambda a, i=i: a[i], grads), want)
-    close(dx, end)
+        close_tree(jax.tree.map(lambda a, i=i: a[i], grads), want)
+    close_tree(dx, end)
 
 
 @pytest.mark.core

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx as flax_nnx
+from trees import same_tree
 
 import jax_fp4 as fp4
 from jax_fp4 import nnx
@@ -23,14 +24,6 @@ def recipe(mode="unquant", **kw):
 
 def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
-
-
-def same_tree(a, b):
-    """The same structure, dtypes and bits."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for ours, theirs in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
 def params(model):

@@ -10,22 +10,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx as flax_nnx
+from moe_layers import MODES, SIZES, D, E, F, X, jit, recipe
 from products import refused
+from trees import close_tree, same_tree
 
 import jax_fp4 as fp4
 from jax_fp4 import linen, nnx
 
-MODES = ("default", "unquant", "dequant")
 KEY = jax.random.key(7)
 Rngs, Param = flax_nnx.Rngs, flax_nnx.Param
-E, D, F = 4, 16, 8
-X = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, D), np.float32))
-SIZES = jnp.int32([3, 0, 6, 2])
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # compiling is most of what this takes
-
-
-def recipe(mode="unquant", **kw):
-    return fp4.NVFP4BlockScaling(backward_mode=mode, **kw)
 
 
 def quick(key, shape, dtype=jnp.float32):
@@ -48,18 +41,6 @@ def grouped(rngs=None, **kw):
 
 
 LAYERS = [pytest.param(grouped, (SIZES,), id="grouped"), pytest.param(moe, (), id="moe")]
-
-
-def same_tree(a, b):
-    """The same structure, dtypes and bits."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for ours, theirs in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
-
-
-def close(a, b):
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), a, b)
 
 
 def params(model):
@@ -356,11 +337,11 @@ def test_scan_of_remat_equals_a_loop_without():
     xs = [X]
     for layer in layers:
         xs.append(pullback(*layer, xs[-1], X)[0])
-    close(value, jnp.sum(jnp.sin(xs[-1])))
+    close_tree(value, jnp.sum(jnp.sin(xs[-1])))
     d = jnp.cos(xs[-1])
     for i in reversed(range(depth)):
         _, (want, d) = pullback(*layers[i], xs[i], d)
-        close(jax.tree.map(lambda a, i=i: a[i], grads.to_pure_dict()), want.to_pure_dict())
+        close_tree(jax.tree.map(lambda a, i=i: a[i], grads.to_pure_dict()), want.to_pure_dict())
 
 
 @pytest.mark.core

@@ -1,9 +1,8 @@
 """Tests that need a GPU and the CUDA extension. JAX_FP4_REQUIRE=cuda turns their absence into a failure."""
 
-import os
-
 import jax
 import pytest
+from required import missing
 
 from jax_fp4 import _ffi
 
@@ -22,9 +21,7 @@ def why_not() -> str:
 def gpu():
     """The first CUDA device."""
     if reason := why_not():
-        if "cuda" in os.environ.get("JAX_FP4_REQUIRE", ""):
-            pytest.fail(f"JAX_FP4_REQUIRE names cuda, and {reason}")
-        pytest.skip(reason)
+        missing("cuda", reason)
     return jax.devices("cuda")[0]
 
 

@@ -152,8 +152,8 @@ __device__ __forceinline__ float load_element(const QuantizeProblem& p, int64_t 
   return round_to(p.compute, stored_element(p, index));
 }
 
-// Values in an amax of a form, as amax_count counts them.
-__device__ __forceinline__ int64_t amaxes_of(const QuantizeProblem& p, bool row_wise) {
+// amax_count (quantize_transpose.h), for the device as well.
+__host__ __device__ __forceinline__ int64_t amaxes_of(const QuantizeProblem& p, bool row_wise) {
   const int64_t matrices = p.batch * p.groups;
   if (!p.row_scaled) return matrices;
   return row_wise ? p.batch * p.m : matrices * p.k;

@@ -253,11 +253,7 @@ int64_t lay_out_scratch(QuantizeTask& task, void* scratch) {
   return end;
 }
 
-int64_t amax_count(const QuantizeProblem& p, bool row_wise) {
-  const int64_t matrices = p.batch * p.groups;
-  if (!p.row_scaled) return matrices;
-  return row_wise ? p.batch * p.m : matrices * p.k;
-}
+int64_t amax_count(const QuantizeProblem& p, bool row_wise) { return amaxes_of(p, row_wise); }
 
 int64_t scratch_bytes(const QuantizeProblem& problem) {
   QuantizeTask task = {};
