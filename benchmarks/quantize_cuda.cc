@@ -75,8 +75,8 @@ struct Memory {
 
   explicit Memory(int64_t count) : elements(count) {
     x_half = allocate<uint8_t>(4 * count);
-    x_float = allocate<uint8_t>(5 * count);
-    out = allocate<uint8_t>(5 * count);
+    x_float = allocate<uint8_t>(6 * count);
+    out = allocate<uint8_t>(6 * count);
     copy_from = x_float;
     copy_to = out;
     amax = allocate<float>(1 << 22);

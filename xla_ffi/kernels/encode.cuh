@@ -166,19 +166,46 @@ __device__ __forceinline__ uint4 product_values(uint32_t codes, float scale,
 
 // ---- By the words of nvfp4.h -------------------------------------------------------------------
 
+// The scale under which value(row, i), of so many rows of 16, have the smaller error.
+template <ErrorNorm norm, class Value>
+__device__ uint32_t exact_scale(const Value& value, int rows, uint32_t amax,
+                                const TensorScale<float>& tensor, float bound) {
+  if (amax >= kInfBits) return kNanScale;
+  const FourOverSixScales<float> scales = four_over_six_scales<float>(amax, tensor);
+  float whole[2];
+#pragma unroll 1
+  for (int four = 0; four < 2; ++four) {
+    const float scale = e4m3_decode<float>(four ? scales.four : scales.six);
+    const float multiplier = encode_multiplier(scale, tensor);
+    float error[kBlock];
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r) {
+      error[r] = 0.0f;
+#pragma unroll 1
+      for (int i = 0; i < kBlock; ++i)
+        error[r] += four_over_six_error<norm>(fabsf(value(r, i)), multiplier, scale, tensor.amax,
+                                              kE2M1Max * bound);
+    }
+#pragma unroll 1
+    for (int stride = rows / 2; stride > 0; stride /= 2)
+      for (int r = 0; r < stride; ++r) error[r] += error[r + stride];
+    whole[four] = error[0];
+  }
+  return whole[1] < whole[0] ? scales.four : scales.six;
+}
+
 // A block done again: its scale, and its sixteen codes.
 struct ExactBlock {
   uint32_t scale;
   uint64_t codes;
 
-  // value(i) for 16 elements; `amax` may be that of a larger tile. `random` null = nearest.
+  // Of value(i) for 16 elements. `random` null = nearest.
   template <class Value>
-  __device__ static ExactBlock of(const Value& value, uint32_t amax, float tensor_amax, float bound,
-                                  const uint32_t* random) {
-    const TensorScale<float> tensor = tensor_scale(tensor_amax, bound);
-    ExactBlock block = {block_scale<float>(amax, tensor), 0};
-    if (block.scale == kNanScale) return block;
-    const float multiplier = encode_multiplier(e4m3_decode<float>(block.scale), tensor);
+  __device__ static ExactBlock of(const Value& value, uint32_t scale,
+                                  const TensorScale<float>& tensor, const uint32_t* random) {
+    ExactBlock block = {scale, 0};
+    if (scale == kNanScale) return block;
+    const float multiplier = encode_multiplier(e4m3_decode<float>(scale), tensor);
 #pragma unroll 1
     for (int i = 0; i < kBlock; ++i) {
       const float v = value(i) * multiplier;

@@ -50,8 +50,9 @@ __device__ __noinline__ uint64_t redo(const X* x, int64_t block, float amax, flo
 #pragma unroll 1
   for (int i = 0; i < kBlock; ++i)
     most = max(most, __float_as_uint(value_of(x, block * kBlock + i)) & kMagnitude);
+  const TensorScale<float> tensor = tensor_scale(amax, bound);
   const ExactBlock exact = ExactBlock::of([&](int i) { return value_of(x, block * kBlock + i); },
-                                          most, amax, bound, nullptr);
+                                          block_scale<float>(most, tensor), tensor, nullptr);
   *scale = exact.scale;
   return exact.codes;
 }

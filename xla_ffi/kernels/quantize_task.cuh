@@ -30,10 +30,12 @@ struct alignas(16) RowBlock {
 struct LineScale {
   float per_block, decode;
 
+  __device__ static bool is_calm(float amax) {
+    return amax == 0.0f || (amax > 0x1p-90f && amax < 0x1p100f);
+  }
   __device__ static LineScale of(float amax, float bound) {
     const TensorScale<float> scale = tensor_scale(amax, bound);
-    const bool calm = scale.amax == 0.0f || (scale.amax > 0x1p-90f && scale.amax < 0x1p100f);
-    return {calm ? scale.per_block : __uint_as_float(kNanBits), scale.decode};
+    return {is_calm(scale.amax) ? scale.per_block : __uint_as_float(kNanBits), scale.decode};
   }
 };
 

@@ -14,8 +14,8 @@
 //
 // A block whose scale comes out as 0x7F is not finite, or its tensor scale not calm (encode.cuh):
 // its patch is done again by the words of nvfp4.h (tile_work.cuh).
+#include "tile_four.cuh"
 #include "tile_store.cuh"
-#include "tile_work.cuh"
 
 namespace jax_fp4::cuda {
 namespace {
@@ -65,11 +65,6 @@ __device__ __forceinline__ void draw(const TileWork<V>& work, bool row_wise,
   const int32_t block = row_wise ? column / kBlock : work.block.rows.number;
   draw_eight(origin, line, block, row_wise ? place.column_half : place.row_half,
              row_wise ? kAcrossLanes : kDownLanes, random);
-}
-
-__device__ __forceinline__ float value_of(const Patch& x, int r, int c) {
-  const uint32_t pair = x.pair[r][c / 2];
-  return c % 2 == 0 ? low_half(pair) : high_half(pair);
 }
 
 // Codes of a patch's rows or columns; `codes` holds the signs.
@@ -219,6 +214,52 @@ __device__ __forceinline__ Again quantize_each(const TileWork<V>& work, Patch& x
   return again;
 }
 
+// Either direction, or both, under four-over-six.
+template <class V>
+__device__ __forceinline__ Again quantize_four_over_six(const TileWork<V>& work, const Patch& x) {
+  constexpr ErrorNorm kNorm = V::kNorm;
+  const QuantizeProblem& p = work.task.q.p;
+  const TileMemory<V>& memory = work.memory;
+  const bool square = p.tile == kBlock;
+  Again again = {false, false};
+  EightScales scales;
+  uint32_t signs[kPatch], codes[kPatch], most[4];
+#pragma unroll
+  for (int r = 0; r < kPatch; ++r) signs[r] = row_signs(x.pair[r]);
+  const auto encode_rows = [&](const FourOverSixScale& tensor, const float* table) {
+    row_maxima(x, most);
+    if (square) square_maxima(most);
+#pragma unroll
+    for (int r = 0; r < kPatch; ++r) codes[r] = signs[r];
+    encode_four_over_six<kNorm, true>(x, work.place, most, square, tensor, table, work.task.places,
+                                      scales, codes);
+  };
+  if (p.row.wanted) {
+    encode_rows(memory.row_four, memory.row_table);
+    work.keep_rows(scales);
+    store_rows(work, x, scales, codes);
+    again.rows = scales.has_nan() && work.rows() > 0;
+  }
+  if (p.column.wanted) {
+    uint32_t column_codes[kPatch];
+    if (square) {
+      // The choice is made by rows, also for the columns.
+      if (!p.row.wanted || !memory.same) encode_rows(memory.column_four, memory.column_table);
+      transpose_nibbles(codes, column_codes);
+    } else {
+      column_maxima(x, most);
+      transpose_nibbles(signs, column_codes);
+      encode_four_over_six<kNorm, false>(x, work.place, most, false, memory.column_four,
+                                         memory.column_table, work.task.places, scales,
+                                         column_codes);
+    }
+    work.keep_columns(scales);
+    stage_columns(work, column_codes);
+    again.columns = scales.has_nan() && work.block_exists();
+  }
+  return again;
+}
+
 // ---- What tiles need ---------------------------------------------------------------------------
 
 // The scale of a batch entry, and its table.
@@ -240,6 +281,10 @@ __device__ __noinline__ void prepare_entry(const TileTask& task, TileMemory<V>& 
   const float column = prepare_form(p.column, entry, memory.column, memory.column_table);
   if (threadIdx.x != 0) return;
   memory.same = row == column && p.row.bound == p.column.bound;
+  if (V::kNorm != ErrorNorm::kNone) {
+    memory.row_four = FourOverSixScale::of(row, static_cast<float>(p.row.bound));
+    memory.column_four = FourOverSixScale::of(column, static_cast<float>(p.column.bound));
+  }
   if (!V::kStochastic) return;
   memory.row_origin = Origin::of(task.q, entry, 0, kRowDirection);
   memory.column_origin = Origin::of(task.q, entry, 0, kColumnDirection);
@@ -280,21 +325,29 @@ __device__ __forceinline__ void quantize_patch(const TileTask& task, TileMemory<
                                                Patch& x) {
   const TileWork<V> work = TileWork<V>::of(task, memory, now, found);
   const bool both = task.q.p.row.wanted && task.q.p.column.wanted;
-  const Again again =
-      !V::kStochastic && !V::kMixed && both ? quantize_both(work, x) : quantize_each(work, x);
+  const auto quantized = [&] {
+    if constexpr (V::kNorm != ErrorNorm::kNone) return quantize_four_over_six(work, x);
+    return !V::kStochastic && !V::kMixed && both ? quantize_both(work, x) : quantize_each(work, x);
+  };
+  const Again again = quantized();
   __syncwarp();  // both halves of a block have kept its scales, which one of them replaces now
   if (again.rows) redo_rows<V>(task, memory, now);
   if (again.columns) redo_columns<V>(task, memory, now);
 }
 
+// Four thread blocks a multiprocessor measured better than three, five or six; four-over-six holds
+// two sets of codes, for which their 128 registers are too few.
 template <class V>
-__global__ void __launch_bounds__(kThreads, 4)
+constexpr int kResident = V::kNorm == ErrorNorm::kNone ? 4 : 3;
+
+template <class V>
+__global__ void __launch_bounds__(kThreads, kResident<V>)
     quantize_tiles(const __grid_constant__ TileTask task) {
   __shared__ TileMemory<V> memory;
   const auto draw_unit = [&] { return gridDim.x + atomicAdd(task.q.units, 1u); };
   Cursor now;
-  now.take(task.schedule, blockIdx.x);
-  if (now.is_inside(task)) fetch<V>(task, now, memory.stage);
+  now.take(task, blockIdx.x);
+  if (now.inside) fetch<V>(task, now, memory.stage);
   if (threadIdx.x == 0) memory.unit[0] = draw_unit();
   store_given_amaxes(task.q.p);
   int32_t entry = -1;  // whose scales are there
@@ -312,19 +365,18 @@ __global__ void __launch_bounds__(kThreads, 4)
     const bool last = next.advance(task);
     uint32_t drawn = 0;
     if (last) {
-      next.take(task.schedule, memory.unit[slot]);
+      next.take(task, memory.unit[slot]);
       if (threadIdx.x == 0) drawn = draw_unit();
     }
-    if (next.is_inside(task)) fetch<V>(task, next, memory.stage);
-    const bool inside = now.is_inside(task);
-    if (inside) quantize_patch(task, memory, now, found, x);
+    if (next.inside) fetch<V>(task, next, memory.stage);
+    if (now.inside) quantize_patch(task, memory, now, found, x);
     if (last) {
       slot ^= 1;
       if (threadIdx.x == 0) memory.unit[slot] = drawn;
     }
     await_copies();
     __syncthreads();  // codes and scales are staged, the next tile is there
-    if (inside && task.q.p.column.wanted) store_column_codes<V>(task, memory, now);
+    if (now.inside && task.q.p.column.wanted) store_column_codes<V>(task, memory, now);
     if (last) store_scales<V>(task, memory, now);
     now = next;
   }
@@ -367,8 +419,18 @@ cudaError_t launch_scaling(const QuantizeTask& task, cudaStream_t stream) {
   return launch<Variant<X, scaling, false, false>>(task, stream);
 }
 
+// Of the forms that are wanted.
+ErrorNorm norm_of(const QuantizeProblem& p) {
+  return (p.row.wanted ? p.row : p.column).four_over_six;
+}
+
 template <class X>
 cudaError_t launch_dtype(const QuantizeTask& task, cudaStream_t stream) {
+  constexpr Scaling kTensor = Scaling::kTensor;
+  if (norm_of(task.p) == ErrorNorm::kMae)
+    return launch<Variant<X, kTensor, false, false, ErrorNorm::kMae>>(task, stream);
+  if (norm_of(task.p) == ErrorNorm::kMse)
+    return launch<Variant<X, kTensor, false, false, ErrorNorm::kMse>>(task, stream);
   // Row scaling knows neither random bytes nor the transform.
   if (task.p.row_scaled) return launch<Variant<X, Scaling::kLines, false, false>>(task, stream);
   if (task.p.grouped) return launch_scaling<X, Scaling::kGroups>(task, stream);
@@ -378,12 +440,13 @@ cudaError_t launch_dtype(const QuantizeTask& task, cudaStream_t stream) {
 }  // namespace
 
 bool quantize_tiles_supports(const QuantizeProblem& p) {
-  const auto plain = [](const StoredForm& form) {
-    return !form.wanted || form.four_over_six == ErrorNorm::kNone;
-  };
+  // Under four-over-six both forms are, and of whole tensors.
+  const ErrorNorm norm = norm_of(p);
+  const bool known = norm == ErrorNorm::kNone || !(p.grouped || p.row_scaled);
+  const bool alike = !p.row.wanted || !p.column.wanted || p.column.four_over_six == norm;
   const int64_t row_blocks = p.grouped ? grouped_blocks(p.m, p.groups) : ceil_div(p.m, kBlock);
   const int64_t tiles = p.batch * ceil_div(row_blocks, kTileBlocks) * ceil_div(p.k, kTileColumns);
-  return holds_bfloat16(p) && plain(p.row) && plain(p.column) && p.groups > 0 && tiles > 0 &&
+  return holds_bfloat16(p) && known && alike && p.groups > 0 && tiles > 0 &&
          p.k % (2 * kBlock) == 0 &&       // rows of codes in 16-byte steps
          !(p.row_scaled && p.grouped) &&  // lines would change inside a tile
          !(p.tile == kBlock && p.column.wanted && p.column.hadamard) &&  // a tile of mixed values

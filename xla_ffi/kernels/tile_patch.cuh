@@ -33,6 +33,11 @@ __device__ __forceinline__ void load_patch(const float* stage, int row, int colu
   }
 }
 
+__device__ __forceinline__ float value_of(const Patch& x, int r, int c) {
+  const uint32_t pair = x.pair[r][c / 2];
+  return c % 2 == 0 ? low_half(pair) : high_half(pair);
+}
+
 // Where a thread's patch lies: lanes 8 columns apart first, then 8 rows.
 struct Place {
   int row, column;            // of the tile

@@ -24,12 +24,29 @@ enum class Scaling { kTensor, kLines, kGroups };
 
 // A kernel each: code that is not needed would lie between what is, and the instruction cache is
 // what limits a kernel as long as this.
-template <class Element, Scaling scaling, bool stochastic, bool mixed>
+template <class Element, Scaling scaling, bool stochastic, bool mixed,
+          ErrorNorm norm = ErrorNorm::kNone>
 struct Variant {
   using X = Element;
   static constexpr Scaling kScaling = scaling;
   static constexpr bool kStochastic = stochastic;
-  static constexpr bool kMixed = mixed;  // the Hadamard transform, column-wise
+  static constexpr bool kMixed = mixed;     // the Hadamard transform, column-wise
+  static constexpr ErrorNorm kNorm = norm;  // of four-over-six, in both forms
+};
+
+// What four-over-six needs of a tensor beside its LineScale.
+struct FourOverSixScale {
+  float encode;              // S_enc; NaN unless calm
+  float amax;                // finite
+  float six_bound, inverse;  // 6 B, and its rounded reciprocal
+
+  __device__ static FourOverSixScale of(float stored, float bound) {
+    const TensorScale<float> scale = tensor_scale(stored, bound);
+    const float six_bound = kE2M1Max * bound;
+    const bool calm = LineScale::is_calm(scale.amax);
+    return {calm ? scale.encode : __uint_as_float(kNanBits), scale.amax, six_bound,
+            __frcp_rn(six_bound)};
+  }
 };
 
 // ---- Which tiles -------------------------------------------------------------------------------
@@ -77,8 +94,10 @@ struct Cursor {
   uint32_t super, sub;
   uint32_t begin, end;           // of the unit's tiles
   int32_t entry, block, column;  // batch entry, first row block and first column of the super-tile
+  bool inside;                   // whether there is anything of x in the tile
 
-  __device__ __forceinline__ void take(const Schedule& schedule, uint32_t unit) {
+  __device__ __forceinline__ void take(const TileTask& task, uint32_t unit) {
+    const Schedule& schedule = task.schedule;
     if (unit < schedule.whole) {
       super = unit, begin = 0, end = kSuperTiles;
     } else {
@@ -94,18 +113,19 @@ struct Cursor {
     entry = static_cast<int32_t>(super / of_entry);
     column = static_cast<int32_t>(in_band / height) * kSuperColumns;
     block = static_cast<int32_t>(first + in_band % height) * (kRowSpan * kTileBlocks);
+    inside = exists(schedule) && reaches(task);
   }
   __device__ __forceinline__ bool exists(const Schedule& schedule) const {
     return super < schedule.supers;
   }
-  // Whether there is anything of x in the tile: super-tiles reach beyond it.
-  __device__ __forceinline__ bool is_inside(const TileTask& task) const {
-    return exists(task.schedule) && tile_block() < task.row_blocks && tile_column() < task.k;
+  // Super-tiles reach beyond x.
+  __device__ __forceinline__ bool reaches(const TileTask& task) const {
+    return tile_block() < task.row_blocks && tile_column() < task.k;
   }
   // To the next tile of the unit; true if there is none.
   __device__ __forceinline__ bool advance(const TileTask& task) {
     do ++sub;
-    while (sub < end && !is_inside(task));
+    while (sub < end && !(inside = reaches(task)));
     return sub == end;
   }
 

@@ -35,6 +35,7 @@ struct alignas(128) TileMemory {
   float row_table[kTensor ? 128 : 1], column_table[kTensor ? 128 : 1];
   bool same;
   Origin row_origin, column_origin;
+  FourOverSixScale row_four, column_four;
   // Scaling::kLines: of the super-tile's rows and columns.
   LineScale row_lines[kLines ? kSuperRows : 1], column_lines[kLines ? kSuperColumns : 1];
 };

@@ -79,6 +79,21 @@ struct TileWork {
   __device__ uint32_t square_most(int32_t corner) const {
     return most_of(kBlock * kBlock, [&](int i) { return value(i / kBlock, corner + i % kBlock); });
   }
+  // The scale of a block of value(i), or of the 16x16 tile whose first column is `corner`.
+  template <class Value>
+  __device__ uint32_t exact_scale_of(const Value& value, int32_t corner,
+                                     const TensorScale<float>& tensor, float bound) const {
+    const bool square = task.q.p.tile == kBlock;
+    const uint32_t amax = square ? square_most(corner) : most_of(kBlock, value);
+    if constexpr (V::kNorm == ErrorNorm::kNone) {
+      return block_scale<float>(amax, tensor);
+    } else {
+      const auto in_tile = [&](int row, int i) {
+        return square ? this->value(row, corner + i) : value(i);
+      };
+      return exact_scale<V::kNorm>(in_tile, square ? kBlock : 1, amax, tensor, bound);
+    }
+  }
   // Rows of the patch that exist, from its first one on; its columns exist together.
   __device__ int rows() const { return columns_exist() ? block.rows.rows - place.row % kBlock : 0; }
   __device__ bool columns_exist() const { return at.tile_column() + place.column < task.k; }
@@ -113,15 +128,16 @@ __device__ __noinline__ void redo_rows(const TileTask& task, TileMemory<V>& memo
   for (int r = 0; r < kPatch && r < work.rows(); ++r) {
     const int in_block = place.row % kBlock + r;
     const auto value = [&](int i) { return work.value(in_block, corner + i); };
-    const uint32_t amax = p.tile == 1 ? most_of(kBlock, value) : work.square_most(corner);
+    const float bound = static_cast<float>(p.row.bound);
+    const TensorScale<float> tensor = tensor_scale(
+        row_form_amax(task.q, at.entry, work.block.rows, work.block.rows.row + in_block), bound);
+    const uint32_t scale = work.exact_scale_of(value, corner, tensor, bound);
     uint32_t random[4];
     if (p.seed != nullptr)
       Origin::of(task.q, at.entry, work.block.rows.group, kRowDirection)
           .draw(work.block.rows.number * kBlock + in_block, corner / kBlock, random);
-    const ExactBlock exact = ExactBlock::of(
-        value, amax,
-        row_form_amax(task.q, at.entry, work.block.rows, work.block.rows.row + in_block),
-        static_cast<float>(p.row.bound), p.seed == nullptr ? nullptr : random);
+    const ExactBlock exact =
+        ExactBlock::of(value, scale, tensor, p.seed == nullptr ? nullptr : random);
     const auto codes = static_cast<uint32_t>(exact.codes >> (32 * place.column_half));
     const int64_t element = work.corner() + work.offset() + r * p.k;
     if (place.column_half == 0) scales[r] = static_cast<uint8_t>(exact.scale);
@@ -149,14 +165,15 @@ __device__ __noinline__ void redo_columns(const TileTask& task, TileMemory<V>& m
     for (int i = 0; i < kBlock; ++i) v[i] = work.value(i, column);
     if (p.column.hadamard) hadamard16(v);
     const auto value = [&](int i) { return v[i]; };
-    const uint32_t amax =
-        p.tile == 1 ? most_of(kBlock, value) : work.square_most(column / kBlock * kBlock);
+    const float bound = static_cast<float>(p.column.bound);
+    const TensorScale<float> tensor =
+        tensor_scale(column_form_amax(task.q, at.entry, rows, column), bound);
+    const uint32_t scale = work.exact_scale_of(value, column / kBlock * kBlock, tensor, bound);
     uint32_t random[4];
     if (p.seed != nullptr)
       Origin::of(task.q, at.entry, rows.group, kColumnDirection).draw(column, rows.number, random);
     const ExactBlock exact =
-        ExactBlock::of(value, amax, column_form_amax(task.q, at.entry, rows, column),
-                       static_cast<float>(p.column.bound), p.seed == nullptr ? nullptr : random);
+        ExactBlock::of(value, scale, tensor, p.seed == nullptr ? nullptr : random);
     if (place.row_half == 0) scales[c] = static_cast<uint8_t>(exact.scale);
     work.column_codes()[c * kCodeStride] =
         static_cast<uint32_t>(exact.codes >> (32 * place.row_half));
