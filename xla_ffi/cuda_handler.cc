@@ -4,6 +4,9 @@
 // other.
 #include <cuda_runtime_api.h>
 
+#include <initializer_list>
+#include <type_traits>
+
 #include "common_handler.h"
 #include "kernels/dequantize.h"
 #include "kernels/quantize_transpose.h"
@@ -107,48 +110,10 @@ cuda::StoredForm stored_form(const FormBuffers& from) {
   return form;
 }
 
-void check_axis(Checks& checks, int32_t axis, bool hadamard) {
-  checks.require(axis == -1 || axis == 0, "attribute axis is not -1 or 0");
-  checks.require(!(hadamard && axis == -1), "hadamard needs axis 0");
-}
-
-ffi::Error quantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch,
-                         ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::AnyBuffer seed,
-                         ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> codes,
-                         ffi::Result<ffi::AnyBuffer> block_scale,
-                         ffi::Result<ffi::AnyBuffer> amax_out,
-                         const AxisQuantizeAttributes& attributes) {
-  constexpr const char* op = "jax_fp4_quantize";
-  Checks checks(op);
-  check_axis(checks, attributes.axis, attributes.hadamard);
-  const QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
-  if (!checks.ok()) return checks.error();
-  const bool along_k = attributes.axis == -1;
-  cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
-  (along_k ? problem.row : problem.column) = stored_form(
-      check_form(checks, operands, attributes, along_k, "", amax, *codes, *block_scale, *amax_out));
-  if (!checks.ok()) return checks.error();
-  return launch(op, cuda::launch_quantize_transpose, problem, scratch, ordinal, stream);
-}
-
-ffi::Error quantize_transpose_impl(
-    cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch, ffi::AnyBuffer x,
-    ffi::AnyBuffer amax, ffi::AnyBuffer amax_t, ffi::AnyBuffer seed, ffi::AnyBuffer group_sizes,
-    ffi::Result<ffi::AnyBuffer> codes, ffi::Result<ffi::AnyBuffer> block_scale,
-    ffi::Result<ffi::AnyBuffer> amax_out, ffi::Result<ffi::AnyBuffer> codes_t,
-    ffi::Result<ffi::AnyBuffer> block_scale_t, ffi::Result<ffi::AnyBuffer> amax_t_out,
-    const QuantizeAttributes& attributes) {
-  constexpr const char* op = "jax_fp4_quantize_transpose";
-  Checks checks(op);
-  const QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
-  if (!checks.ok()) return checks.error();
-  cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
-  problem.row = stored_form(
-      check_form(checks, operands, attributes, true, "", amax, *codes, *block_scale, *amax_out));
-  problem.column = stored_form(check_form(checks, operands, attributes, false, "_t", amax_t,
-                                          *codes_t, *block_scale_t, *amax_t_out));
-  if (!checks.ok()) return checks.error();
-  return launch(op, cuda::launch_quantize_transpose, problem, scratch, ordinal, stream);
+// Kernels move such buffers in pieces of 16 bytes.
+void require_aligned(Checks& checks, const char* name, const void* data) {
+  checks.require(reinterpret_cast<uintptr_t>(data) % 16 == 0,
+                 std::string(name) + " does not begin at a multiple of 16 bytes");
 }
 
 // Checks h [*B, m, 2 k] or [*B, m, k] and weights [*B, m] or [*B, 0], and makes of operands of h
@@ -175,48 +140,103 @@ cuda::ActivatedInput check_activation(Checks& checks, const ffi::AnyBuffer& weig
   return input;
 }
 
+// The buffers of a call, whichever target it has: those of one form, or of both.
+struct Context {
+  cudaStream_t stream;
+  int32_t ordinal;
+  ffi::ScratchAllocator& scratch;
+};
+struct Form {
+  bool along_k;
+  const char* suffix;  // of the names of its buffers
+  ffi::AnyBuffer amax;
+  ffi::Result<ffi::AnyBuffer> codes, block_scale, amax_out;
+};
+
+// `weights` is null without an activation.
+template <class Attributes>
+ffi::Error run_quantize(const char* op, const Context& context, ffi::AnyBuffer x,
+                        const ffi::AnyBuffer* weights, ffi::AnyBuffer seed,
+                        ffi::AnyBuffer group_sizes, std::initializer_list<Form> forms,
+                        const Attributes& attributes) {
+  Checks checks(op);
+  QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
+  cuda::ActivatedInput activation = {};
+  if constexpr (std::is_base_of_v<ActivateAttributes, Attributes>)
+    activation = check_activation(checks, *weights, attributes, operands);
+  if (!checks.ok()) return checks.error();
+  cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
+  problem.activation = activation;
+  require_aligned(checks, "x", problem.x);
+  for (Form form : forms) {
+    cuda::StoredForm& stored = form.along_k ? problem.row : problem.column;
+    stored = stored_form(check_form(checks, operands, attributes, form.along_k, form.suffix,
+                                    form.amax, *form.codes, *form.block_scale, *form.amax_out));
+    require_aligned(checks, "codes", stored.codes);
+    require_aligned(checks, "block_scale", stored.block_scale);
+  }
+  if (!checks.ok()) return checks.error();
+  return launch(op, cuda::launch_quantize_transpose, problem, context.scratch, context.ordinal,
+                context.stream);
+}
+
+// One form along attributes.axis.
+template <class Attributes>
+ffi::Error run_axis(const char* op, const Context& context, ffi::AnyBuffer x,
+                    const ffi::AnyBuffer* weights, ffi::AnyBuffer seed, ffi::AnyBuffer group_sizes,
+                    Form form, const Attributes& attributes) {
+  Checks checks(op);
+  checks.require(attributes.axis == -1 || attributes.axis == 0, "attribute axis is not -1 or 0");
+  checks.require(!(attributes.hadamard && attributes.axis == -1), "hadamard needs axis 0");
+  if (!checks.ok()) return checks.error();
+  form.along_k = attributes.axis == -1;
+  return run_quantize(op, context, x, weights, seed, group_sizes, {form}, attributes);
+}
+
+using Out = ffi::Result<ffi::AnyBuffer>;
+
+ffi::Error quantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch,
+                         ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::AnyBuffer seed,
+                         ffi::AnyBuffer group_sizes, Out codes, Out block_scale, Out amax_out,
+                         const AxisQuantizeAttributes& attributes) {
+  return run_axis("jax_fp4_quantize", {stream, ordinal, scratch}, x, nullptr, seed, group_sizes,
+                  {true, "", amax, codes, block_scale, amax_out}, attributes);
+}
+
+ffi::Error quantize_transpose_impl(cudaStream_t stream, int32_t ordinal,
+                                   ffi::ScratchAllocator scratch, ffi::AnyBuffer x,
+                                   ffi::AnyBuffer amax, ffi::AnyBuffer amax_t, ffi::AnyBuffer seed,
+                                   ffi::AnyBuffer group_sizes, Out codes, Out block_scale,
+                                   Out amax_out, Out codes_t, Out block_scale_t, Out amax_t_out,
+                                   const QuantizeAttributes& attributes) {
+  return run_quantize("jax_fp4_quantize_transpose", {stream, ordinal, scratch}, x, nullptr, seed,
+                      group_sizes,
+                      {{true, "", amax, codes, block_scale, amax_out},
+                       {false, "_t", amax_t, codes_t, block_scale_t, amax_t_out}},
+                      attributes);
+}
+
 ffi::Error activate_quantize_impl(cudaStream_t stream, int32_t ordinal,
                                   ffi::ScratchAllocator scratch, ffi::AnyBuffer h,
                                   ffi::AnyBuffer weights, ffi::AnyBuffer amax, ffi::AnyBuffer seed,
-                                  ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> codes,
-                                  ffi::Result<ffi::AnyBuffer> block_scale,
-                                  ffi::Result<ffi::AnyBuffer> amax_out,
-                                  const AxisActivateAttributes& attributes) {
-  constexpr const char* op = "jax_fp4_activate_quantize";
-  Checks checks(op);
-  check_axis(checks, attributes.axis, attributes.hadamard);
-  QuantizeOperands operands = check_operands(checks, h, seed, group_sizes, attributes);
-  const cuda::ActivatedInput activation = check_activation(checks, weights, attributes, operands);
-  if (!checks.ok()) return checks.error();
-  const bool along_k = attributes.axis == -1;
-  cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
-  problem.activation = activation;
-  (along_k ? problem.row : problem.column) = stored_form(
-      check_form(checks, operands, attributes, along_k, "", amax, *codes, *block_scale, *amax_out));
-  if (!checks.ok()) return checks.error();
-  return launch(op, cuda::launch_quantize_transpose, problem, scratch, ordinal, stream);
+                                  ffi::AnyBuffer group_sizes, Out codes, Out block_scale,
+                                  Out amax_out, const AxisActivateAttributes& attributes) {
+  return run_axis("jax_fp4_activate_quantize", {stream, ordinal, scratch}, h, &weights, seed,
+                  group_sizes, {true, "", amax, codes, block_scale, amax_out}, attributes);
 }
 
-ffi::Error activate_quantize_transpose_impl(
-    cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch, ffi::AnyBuffer h,
-    ffi::AnyBuffer weights, ffi::AnyBuffer amax, ffi::AnyBuffer amax_t, ffi::AnyBuffer seed,
-    ffi::AnyBuffer group_sizes, ffi::Result<ffi::AnyBuffer> codes,
-    ffi::Result<ffi::AnyBuffer> block_scale, ffi::Result<ffi::AnyBuffer> amax_out,
-    ffi::Result<ffi::AnyBuffer> codes_t, ffi::Result<ffi::AnyBuffer> block_scale_t,
-    ffi::Result<ffi::AnyBuffer> amax_t_out, const ActivateAttributes& attributes) {
-  constexpr const char* op = "jax_fp4_activate_quantize_transpose";
-  Checks checks(op);
-  QuantizeOperands operands = check_operands(checks, h, seed, group_sizes, attributes);
-  const cuda::ActivatedInput activation = check_activation(checks, weights, attributes, operands);
-  if (!checks.ok()) return checks.error();
-  cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
-  problem.activation = activation;
-  problem.row = stored_form(
-      check_form(checks, operands, attributes, true, "", amax, *codes, *block_scale, *amax_out));
-  problem.column = stored_form(check_form(checks, operands, attributes, false, "_t", amax_t,
-                                          *codes_t, *block_scale_t, *amax_t_out));
-  if (!checks.ok()) return checks.error();
-  return launch(op, cuda::launch_quantize_transpose, problem, scratch, ordinal, stream);
+ffi::Error activate_quantize_transpose_impl(cudaStream_t stream, int32_t ordinal,
+                                            ffi::ScratchAllocator scratch, ffi::AnyBuffer h,
+                                            ffi::AnyBuffer weights, ffi::AnyBuffer amax,
+                                            ffi::AnyBuffer amax_t, ffi::AnyBuffer seed,
+                                            ffi::AnyBuffer group_sizes, Out codes, Out block_scale,
+                                            Out amax_out, Out codes_t, Out block_scale_t,
+                                            Out amax_t_out, const ActivateAttributes& attributes) {
+  return run_quantize("jax_fp4_activate_quantize_transpose", {stream, ordinal, scratch}, h,
+                      &weights, seed, group_sizes,
+                      {{true, "", amax, codes, block_scale, amax_out},
+                       {false, "_t", amax_t, codes_t, block_scale_t, amax_t_out}},
+                      attributes);
 }
 
 ffi::Error dequantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch,
@@ -227,6 +247,8 @@ ffi::Error dequantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAll
   Checks checks(op);
   const DequantizeProblem problem =
       check_dequantize(checks, codes, block_scale, amax, *out, bound, row_scaled, product_form);
+  require_aligned(checks, "codes", problem.codes);
+  require_aligned(checks, "out", problem.out);
   if (!checks.ok()) return checks.error();
   return launch(op, cuda::launch_dequantize, problem, scratch, ordinal, stream);
 }
