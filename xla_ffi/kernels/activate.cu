@@ -167,6 +167,7 @@ __device__ __forceinline__ uint32_t make_pieces(const Maker& maker, const Step& 
 template <class Maker>
 __global__ void __launch_bounds__(kPieceThreads, kBlocks)
     make(const __grid_constant__ QuantizeTask task, Step step, bool with_maxima) {
+  await_pass_before();
   const QuantizeProblem& p = task.p;
   const int64_t entry = gridDim.y - 1 - blockIdx.y, width = step.width;
   const int32_t* first_row = p.grouped ? task.first_row + entry * (p.groups + 1) : nullptr;
@@ -205,8 +206,7 @@ cudaError_t launch(const QuantizeTask& task, int64_t width, bool with_maxima, cu
                   static_cast<unsigned>(p.batch));
   const auto wide = static_cast<uint32_t>(width);
   const Step step = {wide, kPieceThreads / wide, kPieceThreads % wide};
-  make<Maker><<<grid, kPieceThreads, 0, stream>>>(task, step, with_maxima);
-  return cudaGetLastError();
+  return launch_pass(make<Maker>, grid, kPieceThreads, stream, task, step, with_maxima);
 }
 
 template <Activation activation>

@@ -141,6 +141,7 @@ struct Seen {
 
 template <class Source, Maxima kind>
 __global__ void __launch_bounds__(kThreads) amaxes(QuantizeTask task, int strip_blocks) {
+  await_pass_before();
   constexpr DType kWords = Source::kWords;
   // Under the transform all rows of a block are held.
   constexpr bool kHold = kind == Maxima::kHadamard;
@@ -217,8 +218,8 @@ cudaError_t launch_strips(const QuantizeTask& task, cudaStream_t stream) {
   const int64_t grid = grid_of(strip_blocks);
   if (grid == 0) return cudaSuccess;
   if (grid > 0x7FFFFFFF) return cudaErrorInvalidValue;
-  amaxes<Source, kind><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(task, strip_blocks);
-  return cudaGetLastError();
+  return launch_pass(amaxes<Source, kind>, static_cast<unsigned>(grid), kThreads, stream, task,
+                     strip_blocks);
 }
 
 // ---- Whole matrices ----------------------------------------------------------------------------
@@ -252,6 +253,7 @@ __device__ __forceinline__ uint32_t most_of_pieces(const uint4* x, int64_t begin
 // their borders.
 template <DType dtype, bool kGrouped>
 __global__ void __launch_bounds__(kPieceThreads) matrix_amaxes(QuantizeTask task, int64_t width) {
+  await_pass_before();
   const QuantizeProblem& p = task.p;
   const int64_t entry = gridDim.y - 1 - blockIdx.y;
   const int32_t* first_row = kGrouped ? task.first_row + entry * (p.groups + 1) : nullptr;
@@ -288,8 +290,7 @@ cudaError_t launch_matrices(const QuantizeTask& task, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(units < room ? units : room),
                   static_cast<unsigned>(p.batch));
   const auto kernel = p.grouped ? matrix_amaxes<dtype, true> : matrix_amaxes<dtype, false>;
-  kernel<<<grid, kPieceThreads, 0, stream>>>(task, width);
-  return cudaGetLastError();
+  return launch_pass(kernel, grid, kPieceThreads, stream, task, width);
 }
 
 // ---- The choice --------------------------------------------------------------------------------

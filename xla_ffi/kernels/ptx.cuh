@@ -9,6 +9,15 @@
 
 namespace jax_fp4::cuda {
 
+// ---- Passes ------------------------------------------------------------------------------------
+
+// First in a kernel that `launch_pass` launches: until then the pass before it may be under way.
+__device__ __forceinline__ void await_pass_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- Copies to shared memory -------------------------------------------------------------------
 
 // Begins the copy of sixteen bytes from global to shared memory, or of sixteen zeros.

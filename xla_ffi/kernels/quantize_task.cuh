@@ -195,6 +195,28 @@ __device__ __forceinline__ float column_form_amax(const QuantizeTask& task, int6
   return amax_at(task.p.column, task.p.row_scaled ? matrix * task.p.k + column : matrix);
 }
 
+// Host: launches a pass that follows another one of the same call, so that its thread blocks may
+// come to the multiprocessors as those of the other leave.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_pass(void (*kernel)(Parameters...), dim3 grid, unsigned threads,
+                        cudaStream_t stream, const Arguments&... arguments) {
+  int device = 0, generation = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = generation >= 9 ? 1 : 0;  // older ones have none of it
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+}
+
 // ---- Launchers of the passes -------------------------------------------------------------------
 
 // Makes task.made of h; `with_maxima`, raises the amaxes of both forms to those of the matrices.

@@ -344,6 +344,7 @@ template <class V>
 __global__ void __launch_bounds__(kThreads, kResident<V>)
     quantize_tiles(const __grid_constant__ TileTask task) {
   __shared__ TileMemory<V> memory;
+  await_pass_before();
   const auto draw_unit = [&] { return gridDim.x + atomicAdd(task.q.units, 1u); };
   Cursor now;
   now.take(task, blockIdx.x);
@@ -405,8 +406,7 @@ cudaError_t launch(const QuantizeTask& q, cudaStream_t stream) {
   const uint32_t single = slots * 2 / kSuperTiles;
   task.schedule.whole = task.schedule.supers > single ? task.schedule.supers - single : 0;
   const uint32_t units = task.schedule.units(), blocks = units < slots ? units : slots;
-  kernel<<<blocks, kThreads, 0, stream>>>(task);
-  return cudaGetLastError();
+  return launch_pass(kernel, blocks, kThreads, stream, task);
 }
 
 template <class X, Scaling scaling>

@@ -140,6 +140,7 @@ __device__ void scale_blocks(const QuantizeTask& task) {
 }
 
 __global__ void __launch_bounds__(kClearThreads) finish_groups(QuantizeTask task) {
+  await_pass_before();
   if (task.p.row.wanted) clear_rest(task);
   if (!task.p.row_scaled) scale_blocks(task);
 }
@@ -218,8 +219,7 @@ cudaError_t launch_finish(const QuantizeTask& task, cudaStream_t stream) {
   const int64_t work = 1 + task.p.m * task.p.k / (1 << 16);
   const dim3 grid(static_cast<unsigned>(work < 512 ? work : 512),
                   static_cast<unsigned>(task.p.batch));
-  finish_groups<<<grid, kClearThreads, 0, stream>>>(task);
-  return cudaGetLastError();
+  return launch_pass(finish_groups, grid, kClearThreads, stream, task);
 }
 
 }  // namespace
