@@ -58,34 +58,29 @@ __device__ __forceinline__ void fetch(const TileTask& task, const Cursor& at, X*
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
   const int32_t column = at.tile_column() + chunk * kChunk, block0 = at.tile_block();
   X* to = stage + first * kTileColumns + swizzled<X>(chunk) * kChunk;
-  const bool inside = column < task.k;
-  const uint32_t step = static_cast<uint32_t>(task.k) * kRowsAtOnce;
-  if constexpr (V::kScaling != Scaling::kGroups) {
-    const int32_t row0 = block0 * kBlock, left = inside ? task.m - row0 - first : 0;
-    const X* corner =
-        static_cast<const X*>(task.q.p.x) + row_start(at.entry * task.m + row0, task.k);
+  const X* x = static_cast<const X*>(task.q.p.x);
+  const RowBlock top = task.row_block<V>(at.entry, block0);
+  const RowBlock bottom = task.row_block<V>(at.entry, block0 + kTileBlocks - 1);
+  const bool whole = at.tile_column() + kTileColumns <= task.k && bottom.rows == kBlock &&
+                     bottom.row == top.row + (kTileBlocks - 1) * kBlock;
+  if (whole) {
+    // Row blocks follow one another without a gap, whatever their groups.
+    const X* corner = x + row_start(at.entry * task.m + top.row, task.k);
     const uint32_t from = static_cast<uint32_t>(first) * static_cast<uint32_t>(task.k) + column;
-    constexpr int kTimes = kTileRows / kRowsAtOnce, kStep = kRowsAtOnce * kTileColumns;
-    if (at.tile_column() + kTileColumns <= task.k && row0 + kTileRows <= task.m) {
+    const uint32_t step = static_cast<uint32_t>(task.k) * kRowsAtOnce;
 #pragma unroll
-      for (int r = 0; r < kTimes; ++r) copy_async(to + r * kStep, corner + (from + r * step));
-    } else {
+    for (int r = 0; r < kTileRows / kRowsAtOnce; ++r)
+      copy_async(to + r * kRowsAtOnce * kTileColumns, corner + (from + r * step));
+    return;
+  }
 #pragma unroll
-      for (int r = 0; r < kTimes; ++r)
-        copy_async(to + r * kStep, corner + (from + r * step), r * kRowsAtOnce < left);
-    }
-  } else {
+  for (int b = 0; b < kTileBlocks; ++b) {
+    const RowBlock rows = task.row_block<V>(at.entry, block0 + b);
+    const int32_t left = column < task.k ? rows.rows - first : 0;
+    const X* from = x + row_start(at.entry * task.m + rows.row + first, task.k) + column;
 #pragma unroll
-    for (int b = 0; b < kTileBlocks; ++b) {
-      const RowBlock rows = task.row_block<V>(at.entry, block0 + b);
-      const int32_t left = inside ? rows.rows - first : 0;
-      const X* from = static_cast<const X*>(task.q.p.x) +
-                      row_start(at.entry * task.m + rows.row + first, task.k) + column;
-#pragma unroll
-      for (int r = 0; r < kBlock / kRowsAtOnce; ++r, from += step)
-        copy_async(to + (b * kBlock + r * kRowsAtOnce) * kTileColumns, from,
-                   r * kRowsAtOnce < left);
-    }
+    for (int r = 0; r < kBlock; r += kRowsAtOnce)
+      copy_async(to + (b * kBlock + r) * kTileColumns, from + row_start(r, task.k), r < left);
   }
 }
 
