@@ -61,6 +61,9 @@ double median_us(const std::function<void(int)>& launch, int inner = 1) {
   return times[times.size() / 2];
 }
 
+// Of x_float and `out`, an element: x of any variant, its outputs, or half of what a copy moves.
+constexpr int64_t kBufferBytes = 6;
+
 // Everything that any variant needs, for the largest shape.
 struct Memory {
   int64_t elements;
@@ -75,8 +78,8 @@ struct Memory {
 
   explicit Memory(int64_t count) : elements(count) {
     x_half = allocate<uint8_t>(4 * count);
-    x_float = allocate<uint8_t>(6 * count);
-    out = allocate<uint8_t>(6 * count);
+    x_float = allocate<uint8_t>(kBufferBytes * count);
+    out = allocate<uint8_t>(kBufferBytes * count);
     copy_from = x_float;
     copy_to = out;
     amax = allocate<float>(1 << 22);
@@ -114,8 +117,9 @@ struct Variant {
   DType x_dtype;
   bool row, column, values, given, hadamard, random, row_scaled;
   int32_t tile;
-  int64_t groups;  // 0 = not grouped
-  bool swiglu;     // x is made of its gate and linear columns
+  int64_t groups;       // 0 = not grouped
+  bool swiglu = false;  // x is made of its gate and linear columns
+  ErrorNorm four_over_six = ErrorNorm::kNone;
 };
 
 constexpr Variant kVariants[] = {
@@ -136,6 +140,10 @@ constexpr Variant kVariants[] = {
     {"swiglu, 1 group, computed", 9.125, DType::kBF16, 1, 1, 0, 0, 0, 0, 0, 1, 1, true},
     {"swiglu, 64 groups, computed", 9.125, DType::kBF16, 1, 1, 0, 0, 0, 0, 0, 1, 64, true},
     {"swiglu, Hadamard, 64 groups", 11.125, DType::kBF16, 1, 1, 0, 0, 1, 0, 0, 1, 64, true},
+    {"four-over-six, given", 3.125, DType::kBF16, 1, 1, 0, 1, 0, 0, 0, 1, 0, false,
+     ErrorNorm::kMae},
+    {"four-over-six, 2-D tiles, given", 3.125, DType::kBF16, 1, 1, 0, 1, 0, 0, 0, 16, 0, false,
+     ErrorNorm::kMae},
 };
 
 // Sizes that add up to m, unevenly.
@@ -179,9 +187,10 @@ cuda::QuantizeProblem problem(const Memory& memory, const Variant& v, int64_t m,
   if (v.swiglu) p.activation.kind = Activation::kSwiglu;
   uint8_t* out = memory.out + copy * 4 * size;
   const float* given = v.given ? memory.amax : nullptr;
-  p.row = {v.row || v.values, false,   ErrorNorm::kNone,        448,  (k + 15) / 16,
+  const int32_t bound = v.four_over_six == ErrorNorm::kNone ? 448 : 256;
+  p.row = {v.row || v.values, false,   v.four_over_six,         bound, (k + 15) / 16,
            nullptr,           nullptr, memory.amax + (1 << 20), given};
-  p.column = {v.column, v.hadamard, ErrorNorm::kNone,        448,  row_blocks,
+  p.column = {v.column, v.hadamard, v.four_over_six,         bound, row_blocks,
               nullptr,  nullptr,    memory.amax + (1 << 21), given};
   if (v.row) {
     p.row.codes = out;
@@ -198,7 +207,7 @@ cuda::QuantizeProblem problem(const Memory& memory, const Variant& v, int64_t m,
 
 double copy_us(const Memory& memory, double bytes, int inner) {
   const auto half = static_cast<size_t>(bytes / 2) / 16 * 16;
-  const auto slots = std::max<int64_t>(1, 5 * memory.elements / static_cast<int64_t>(half));
+  const auto slots = kBufferBytes * memory.elements / static_cast<int64_t>(half);
   return median_us(
       [&](int i) {
         const size_t at = static_cast<size_t>(i % slots) * half;
@@ -209,7 +218,7 @@ double copy_us(const Memory& memory, double bytes, int inner) {
 }
 
 void report(const char* name, double kernel, double copy, double bytes) {
-  std::printf("  %-30s %9.1f us  copy %8.1f us  fraction %.3f  %5.0f GB/s\n", name, kernel, copy,
+  std::printf("  %-31s %9.1f us  copy %8.1f us  fraction %.3f  %5.0f GB/s\n", name, kernel, copy,
               copy / kernel, bytes / kernel / 1e3);
 }
 
@@ -260,7 +269,7 @@ void measure_small(const Memory& memory, int64_t m, int64_t k) {
     check(cudaStreamEndCapture(stream, &graph));
     check(cudaGraphInstantiate(&replay, graph, 0));
     const double us = median_us([&](int) { check(cudaGraphLaunch(replay, nullptr)); });
-    std::printf("[%lld, %lld] in a graph: %-30s %6.2f us\n", static_cast<long long>(m),
+    std::printf("[%lld, %lld] in a graph: %-31s %6.2f us\n", static_cast<long long>(m),
                 static_cast<long long>(k), v.name, us / kLaunches);
     check(cudaGraphExecDestroy(replay));
     check(cudaGraphDestroy(graph));

@@ -71,7 +71,8 @@ ffi::Error launch(const char* op, cudaError_t (*launcher)(const Problem&, void*,
     scratch = *allocated;
   }
   const cudaError_t status = launcher(problem, scratch, stream);
-  if (status == cudaErrorNoKernelImageForDevice)
+  // The second is what queries about a kernel say of it.
+  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction)
     return failed(op, "this build has no kernel for the GPU's architecture; it has " JAX_FP4_ARCHS
                       ". Build with JAX_FP4_CUDA_ARCHS.");
   return status == cudaSuccess ? ffi::Error::Success() : failed(op, cudaGetErrorString(status));
@@ -110,10 +111,10 @@ cuda::StoredForm stored_form(const FormBuffers& from) {
   return form;
 }
 
-// Kernels move such buffers in pieces of 16 bytes.
-void require_aligned(Checks& checks, const char* name, const void* data) {
+// The kernels' contract for such buffers is 16: several of them move what they can in such pieces.
+void require_aligned(Checks& checks, const std::string& name, const void* data) {
   checks.require(reinterpret_cast<uintptr_t>(data) % 16 == 0,
-                 std::string(name) + " does not begin at a multiple of 16 bytes");
+                 name + " does not begin at a multiple of 16 bytes");
 }
 
 // Checks h [*B, m, 2 k] or [*B, m, k] and weights [*B, m] or [*B, 0], and makes of operands of h
@@ -140,40 +141,49 @@ cuda::ActivatedInput check_activation(Checks& checks, const ffi::AnyBuffer& weig
   return input;
 }
 
-// The buffers of a call, whichever target it has: those of one form, or of both.
+// What every handler gets from its context.
 struct Context {
   cudaStream_t stream;
   int32_t ordinal;
   ffi::ScratchAllocator& scratch;
 };
+
+using Out = ffi::Result<ffi::AnyBuffer>;
+
+// One stored form: its amax operand and its results.
+struct Buffers {
+  ffi::AnyBuffer amax;
+  Out codes, block_scale, amax_out;
+};
 struct Form {
   bool along_k;
-  const char* suffix;  // of the names of its buffers
-  ffi::AnyBuffer amax;
-  ffi::Result<ffi::AnyBuffer> codes, block_scale, amax_out;
+  std::string suffix;  // of the names of its buffers
+  Buffers buffers;
 };
 
-// `weights` is null without an activation.
+// A call, whichever target it has: of one form, or of both. `weights` is null without an
+// activation.
 template <class Attributes>
 ffi::Error run_quantize(const char* op, const Context& context, ffi::AnyBuffer x,
                         const ffi::AnyBuffer* weights, ffi::AnyBuffer seed,
                         ffi::AnyBuffer group_sizes, std::initializer_list<Form> forms,
                         const Attributes& attributes) {
+  constexpr bool kActivates = std::is_base_of_v<ActivateAttributes, Attributes>;
   Checks checks(op);
   QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
   cuda::ActivatedInput activation = {};
-  if constexpr (std::is_base_of_v<ActivateAttributes, Attributes>)
-    activation = check_activation(checks, *weights, attributes, operands);
+  if constexpr (kActivates) activation = check_activation(checks, *weights, attributes, operands);
   if (!checks.ok()) return checks.error();
   cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
   problem.activation = activation;
-  require_aligned(checks, "x", problem.x);
-  for (Form form : forms) {
-    cuda::StoredForm& stored = form.along_k ? problem.row : problem.column;
-    stored = stored_form(check_form(checks, operands, attributes, form.along_k, form.suffix,
-                                    form.amax, *form.codes, *form.block_scale, *form.amax_out));
-    require_aligned(checks, "codes", stored.codes);
-    require_aligned(checks, "block_scale", stored.block_scale);
+  require_aligned(checks, kActivates ? "h" : "x", problem.x);
+  for (const auto& [along_k, suffix, buffers] : forms) {
+    auto [amax, codes, block_scale, amax_out] = buffers;
+    cuda::StoredForm& stored = along_k ? problem.row : problem.column;
+    stored = stored_form(check_form(checks, operands, attributes, along_k, suffix.c_str(), amax,
+                                    *codes, *block_scale, *amax_out));
+    require_aligned(checks, "codes" + suffix, stored.codes);
+    require_aligned(checks, "block_scale" + suffix, stored.block_scale);
   }
   if (!checks.ok()) return checks.error();
   return launch(op, cuda::launch_quantize_transpose, problem, context.scratch, context.ordinal,
@@ -184,23 +194,21 @@ ffi::Error run_quantize(const char* op, const Context& context, ffi::AnyBuffer x
 template <class Attributes>
 ffi::Error run_axis(const char* op, const Context& context, ffi::AnyBuffer x,
                     const ffi::AnyBuffer* weights, ffi::AnyBuffer seed, ffi::AnyBuffer group_sizes,
-                    Form form, const Attributes& attributes) {
+                    const Buffers& buffers, const Attributes& attributes) {
   Checks checks(op);
   checks.require(attributes.axis == -1 || attributes.axis == 0, "attribute axis is not -1 or 0");
   checks.require(!(attributes.hadamard && attributes.axis == -1), "hadamard needs axis 0");
   if (!checks.ok()) return checks.error();
-  form.along_k = attributes.axis == -1;
-  return run_quantize(op, context, x, weights, seed, group_sizes, {form}, attributes);
+  return run_quantize(op, context, x, weights, seed, group_sizes,
+                      {{attributes.axis == -1, "", buffers}}, attributes);
 }
-
-using Out = ffi::Result<ffi::AnyBuffer>;
 
 ffi::Error quantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch,
                          ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::AnyBuffer seed,
                          ffi::AnyBuffer group_sizes, Out codes, Out block_scale, Out amax_out,
                          const AxisQuantizeAttributes& attributes) {
   return run_axis("jax_fp4_quantize", {stream, ordinal, scratch}, x, nullptr, seed, group_sizes,
-                  {true, "", amax, codes, block_scale, amax_out}, attributes);
+                  {amax, codes, block_scale, amax_out}, attributes);
 }
 
 ffi::Error quantize_transpose_impl(cudaStream_t stream, int32_t ordinal,
@@ -211,8 +219,8 @@ ffi::Error quantize_transpose_impl(cudaStream_t stream, int32_t ordinal,
                                    const QuantizeAttributes& attributes) {
   return run_quantize("jax_fp4_quantize_transpose", {stream, ordinal, scratch}, x, nullptr, seed,
                       group_sizes,
-                      {{true, "", amax, codes, block_scale, amax_out},
-                       {false, "_t", amax_t, codes_t, block_scale_t, amax_t_out}},
+                      {{true, "", {amax, codes, block_scale, amax_out}},
+                       {false, "_t", {amax_t, codes_t, block_scale_t, amax_t_out}}},
                       attributes);
 }
 
@@ -222,7 +230,7 @@ ffi::Error activate_quantize_impl(cudaStream_t stream, int32_t ordinal,
                                   ffi::AnyBuffer group_sizes, Out codes, Out block_scale,
                                   Out amax_out, const AxisActivateAttributes& attributes) {
   return run_axis("jax_fp4_activate_quantize", {stream, ordinal, scratch}, h, &weights, seed,
-                  group_sizes, {true, "", amax, codes, block_scale, amax_out}, attributes);
+                  group_sizes, {amax, codes, block_scale, amax_out}, attributes);
 }
 
 ffi::Error activate_quantize_transpose_impl(cudaStream_t stream, int32_t ordinal,
@@ -234,8 +242,8 @@ ffi::Error activate_quantize_transpose_impl(cudaStream_t stream, int32_t ordinal
                                             Out amax_t_out, const ActivateAttributes& attributes) {
   return run_quantize("jax_fp4_activate_quantize_transpose", {stream, ordinal, scratch}, h,
                       &weights, seed, group_sizes,
-                      {{true, "", amax, codes, block_scale, amax_out},
-                       {false, "_t", amax_t, codes_t, block_scale_t, amax_t_out}},
+                      {{true, "", {amax, codes, block_scale, amax_out}},
+                       {false, "_t", {amax_t, codes_t, block_scale_t, amax_t_out}}},
                       attributes);
 }
 
@@ -248,12 +256,13 @@ ffi::Error dequantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAll
   const DequantizeProblem problem =
       check_dequantize(checks, codes, block_scale, amax, *out, bound, row_scaled, product_form);
   require_aligned(checks, "codes", problem.codes);
+  require_aligned(checks, "block_scale", problem.block_scale);
   require_aligned(checks, "out", problem.out);
   if (!checks.ok()) return checks.error();
   return launch(op, cuda::launch_dequantize, problem, scratch, ordinal, stream);
 }
 
-// What every handler gets from its context.
+// The binding of a Context.
 auto in_context() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()

@@ -78,6 +78,20 @@ void test_codec() {
         "philox known answer");
 }
 
+// The division by 6 B of tile_four.cuh, which is a product and one correction: of every
+// significand, at the ends of what is calm there and between them.
+void test_quotient() {
+  for (const float bound : {256.0f, 448.0f}) {
+    const float six_bound = 6 * bound, inverse = 1 / six_bound;
+    for (const uint32_t first : {to_bits(0x1p-100f), to_bits(1.0f), to_bits(0x1p112f)})
+      for (uint32_t bits = first; bits < first + (1u << 23); ++bits) {
+        const float wide = from_bits(bits), guess = wide * inverse;
+        const float quotient = std::fma(std::fma(-guess, six_bound, wide), inverse, guess);
+        check(quotient == wide / six_bound, "the quotient of four-over-six");
+      }
+  }
+}
+
 // "Quantize column-wise" equals "transpose, then quantize row-wise".
 void test_transpose(const Case& c, const Form& column) {
   const QuantizeProblem& p = c.call.entry;
@@ -310,6 +324,7 @@ int main(int argc, char** argv) {
   const int cases = argc > 1 ? std::atoi(argv[1]) : 400;
   random_engine.seed(argc > 2 ? static_cast<uint64_t>(std::atoll(argv[2])) : 1);
   test_codec();
+  test_quotient();
   int sets = 0;
   for (int i = 0; i < kernel_tables(); ++i) sets += kernel_table(i) != nullptr;
   for (int i = 0; i < cases; ++i) test_case(random_case());

@@ -238,7 +238,7 @@ def test_threads_share_nothing(gpu, cpu):
 def test_programs_in_flight_share_nothing(gpu, cpu):
     """Two threads enqueue different programs, each with scratch of its own, and wait at the end only.
 
-    JAX has one stream for each device and process; tests/cpp/fuzz_cuda.cc runs two at once.
+    JAX has one stream for each device and process; tests/cpp/fuzz_cuda.cu runs two at once.
     """
     sizes = np.asarray([100, 0, 7, 90], np.int32)
     grouped = jax.jit(lambda x: fp4.quantize_transpose(x, group_sizes=sizes))

@@ -162,51 +162,22 @@ __device__ __forceinline__ uint32_t make_pieces(const Maker& maker, const Step& 
   return most;
 }
 
-// blockIdx.y counts batch entries. Groups follow one another without a gap, so a unit is cut at
-// their borders.
 template <class Maker>
 __global__ void __launch_bounds__(kPieceThreads, kBlocks)
     make(const __grid_constant__ QuantizeTask task, Step step, bool with_maxima) {
   await_pass_before();
-  const QuantizeProblem& p = task.p;
-  const int64_t entry = gridDim.y - 1 - blockIdx.y, width = step.width;
-  const int32_t* first_row = p.grouped ? task.first_row + entry * (p.groups + 1) : nullptr;
-  const int64_t pieces = (p.grouped ? __ldg(first_row + p.groups) : p.m) * width;
-  const int64_t units = ceil_div(pieces, kUnit);
-  const Maker maker(task, entry, step);
-  int64_t matrix = -1;
-  uint32_t most = 0;  // of `matrix`, by this thread
-  for (int64_t i = blockIdx.x; i < units; i += gridDim.x) {
-    const int64_t begin = (units - 1 - i) * kUnit, end = min(begin + kUnit, pieces);
-    int64_t group = p.grouped ? group_at(first_row, p.groups, width, begin) : 0;
-    for (int64_t from = begin, to; from < end; from = to, ++group) {
-      to = p.grouped ? min(end, __ldg(first_row + group + 1) * width) : end;
-      if (from == to) continue;
-      if (with_maxima && matrix != entry * p.groups + group) {
-        if (matrix >= 0) leave_matrix<Maker::kWords>(p, matrix, most);
-        matrix = entry * p.groups + group;
-        most = 0;
-      }
-      most = Eight<Maker::kWords>::more(most, make_pieces(maker, step, from, to));
-    }
-  }
-  if (matrix >= 0) leave_matrix<Maker::kWords>(p, matrix, most);
+  const Maker maker(task, gridDim.y - 1 - blockIdx.y, step);
+  walk_pieces<Maker::kWords>(
+      task, step.width, kUnit, task.p.grouped, with_maxima,
+      [&](int64_t begin, int64_t end) { return make_pieces(maker, step, begin, end); });
 }
 
 template <class Maker>
 cudaError_t launch(const QuantizeTask& task, int64_t width, bool with_maxima, cudaStream_t stream) {
-  const QuantizeProblem& p = task.p;
-  int processors = 0;
-  const cudaError_t error = multiprocessors(&processors);
-  if (error != cudaSuccess) return error;
-  const int64_t units = ceil_div(p.m * width, kUnit);
-  if (units == 0) return cudaSuccess;
-  const int64_t room = ceil_div(int64_t{kBlocks} * processors, p.batch);
-  const dim3 grid(static_cast<unsigned>(units < room ? units : room),
-                  static_cast<unsigned>(p.batch));
+  if (width == 0) return cudaSuccess;
   const auto wide = static_cast<uint32_t>(width);
   const Step step = {wide, kPieceThreads / wide, kPieceThreads % wide};
-  return launch_pass(make<Maker>, grid, kPieceThreads, stream, task, step, with_maxima);
+  return launch_walk(make<Maker>, task, width, kUnit, kBlocks, stream, step, with_maxima);
 }
 
 template <Activation activation>

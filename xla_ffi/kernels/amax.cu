@@ -141,6 +141,7 @@ struct Seen {
 
 template <class Source, Maxima kind>
 __global__ void __launch_bounds__(kThreads) amaxes(QuantizeTask task, int strip_blocks) {
+  let_next_pass_begin();
   await_pass_before();
   constexpr DType kWords = Source::kWords;
   // Under the transform all rows of a block are held.
@@ -249,48 +250,22 @@ __device__ __forceinline__ uint32_t most_of_pieces(const uint4* x, int64_t begin
   return most;
 }
 
-// blockIdx.y counts batch entries. Groups follow one another without a gap, so a unit is cut at
-// their borders.
 template <DType dtype, bool kGrouped>
 __global__ void __launch_bounds__(kPieceThreads) matrix_amaxes(QuantizeTask task, int64_t width) {
+  let_next_pass_begin();
   await_pass_before();
-  const QuantizeProblem& p = task.p;
-  const int64_t entry = gridDim.y - 1 - blockIdx.y;
-  const int32_t* first_row = kGrouped ? task.first_row + entry * (p.groups + 1) : nullptr;
-  const int64_t pieces = (kGrouped ? __ldg(first_row + p.groups) : p.m) * width;
-  const int64_t units = ceil_div(pieces, kUnit);
-  const uint4* x = static_cast<const uint4*>(p.x) + entry * p.m * width;
-  uint32_t seen = 0;
-  for (int64_t i = blockIdx.x; i < units; i += gridDim.x) {
-    const int64_t begin = (units - 1 - i) * kUnit, end = min(begin + kUnit, pieces);
-    if constexpr (!kGrouped) {
-      seen = Eight<dtype>::more(seen, most_of_pieces<dtype>(x, begin, end));
-    } else {
-      int64_t group = group_at(first_row, p.groups, width, begin);
-      for (int64_t from = begin, to; from < end; from = to, ++group) {
-        to = min(end, __ldg(first_row + group + 1) * width);
-        if (from < to)
-          leave_matrix<dtype>(p, entry * p.groups + group, most_of_pieces<dtype>(x, from, to));
-      }
-    }
-  }
-  if constexpr (!kGrouped) leave_matrix<dtype>(p, entry, seen);
+  const uint4* x =
+      static_cast<const uint4*>(task.p.x) + (gridDim.y - 1 - blockIdx.y) * task.p.m * width;
+  walk_pieces<dtype>(task, width, kUnit, kGrouped, true, [&](int64_t begin, int64_t end) {
+    return most_of_pieces<dtype>(x, begin, end);
+  });
 }
 
 template <DType dtype>
 cudaError_t launch_matrices(const QuantizeTask& task, cudaStream_t stream) {
-  const QuantizeProblem& p = task.p;
-  int processors = 0;
-  const cudaError_t error = multiprocessors(&processors);
-  if (error != cudaSuccess) return error;
-  const int64_t width = p.k / (dtype == DType::kF32 ? 4 : 8);
-  const int64_t units = ceil_div(p.m * width, kUnit);
-  if (units == 0 || p.groups == 0) return cudaSuccess;
-  const int64_t room = ceil_div(int64_t{kPieceBlocks} * processors, p.batch);
-  const dim3 grid(static_cast<unsigned>(units < room ? units : room),
-                  static_cast<unsigned>(p.batch));
-  const auto kernel = p.grouped ? matrix_amaxes<dtype, true> : matrix_amaxes<dtype, false>;
-  return launch_pass(kernel, grid, kPieceThreads, stream, task, width);
+  const int64_t width = task.p.k / (dtype == DType::kF32 ? 4 : 8);
+  const auto kernel = task.p.grouped ? matrix_amaxes<dtype, true> : matrix_amaxes<dtype, false>;
+  return launch_walk(kernel, task, width, kUnit, kPieceBlocks, stream, width);
 }
 
 // ---- The choice --------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 // NVFP4 codes and scales back to values on a CUDA device, equal bit for bit to the CPU kernels up
 // to the payload of a NaN (numerics.md, section 1.9). Bytes moved per element: 0.5625 read, 2 or 4
-// written. The rules for pointers, streams and capture are those of quantize_transpose.h.
+// written. The rules for pointers, streams and capture are those of quantize_transpose.h,
+// with `out` as its x.
 #ifndef JAX_FP4_XLA_FFI_KERNELS_DEQUANTIZE_H_
 #define JAX_FP4_XLA_FFI_KERNELS_DEQUANTIZE_H_
 

@@ -166,34 +166,6 @@ __device__ __forceinline__ uint4 product_values(uint32_t codes, float scale,
 
 // ---- By the words of nvfp4.h -------------------------------------------------------------------
 
-// The scale under which value(row, i), of so many rows of 16, have the smaller error.
-template <ErrorNorm norm, class Value>
-__device__ uint32_t exact_scale(const Value& value, int rows, uint32_t amax,
-                                const TensorScale<float>& tensor, float bound) {
-  if (amax >= kInfBits) return kNanScale;
-  const FourOverSixScales<float> scales = four_over_six_scales<float>(amax, tensor);
-  float whole[2];
-#pragma unroll 1
-  for (int four = 0; four < 2; ++four) {
-    const float scale = e4m3_decode<float>(four ? scales.four : scales.six);
-    const float multiplier = encode_multiplier(scale, tensor);
-    float error[kBlock];
-#pragma unroll 1
-    for (int r = 0; r < rows; ++r) {
-      error[r] = 0.0f;
-#pragma unroll 1
-      for (int i = 0; i < kBlock; ++i)
-        error[r] += four_over_six_error<norm>(fabsf(value(r, i)), multiplier, scale, tensor.amax,
-                                              kE2M1Max * bound);
-    }
-#pragma unroll 1
-    for (int stride = rows / 2; stride > 0; stride /= 2)
-      for (int r = 0; r < stride; ++r) error[r] += error[r + stride];
-    whole[four] = error[0];
-  }
-  return whole[1] < whole[0] ? scales.four : scales.six;
-}
-
 // A block done again: its scale, and its sixteen codes.
 struct ExactBlock {
   uint32_t scale;

@@ -1,5 +1,6 @@
 // Maxima of magnitudes as the kernels that look for amaxes share them: of words of eight elements,
-// of pieces of 16 bytes, and of what a thread block has seen of a matrix.
+// of pieces of 16 bytes, and of what a thread block has seen of a matrix; and the walk of a thread
+// block over pieces.
 #ifndef JAX_FP4_XLA_FFI_KERNELS_MAXIMA_CUH_
 #define JAX_FP4_XLA_FFI_KERNELS_MAXIMA_CUH_
 
@@ -98,6 +99,54 @@ __device__ __forceinline__ int64_t group_at(const int32_t* first_row, int64_t gr
     (__ldg(first_row + middle) * width <= piece ? low : high) = middle;
   }
   return low;
+}
+
+// Hands make(begin, end) the pieces of batch entry gridDim.y - 1 - blockIdx.y, `width` of them a
+// row, up to the end of its groups, in units of `unit` from the last to the first: it gives the
+// largest magnitude that this thread has seen there, which raises the amaxes of the matrix if
+// `raises`. Groups follow one another without a gap, so a unit is cut at their borders.
+template <DType dtype, class Make>
+__device__ __forceinline__ void walk_pieces(const QuantizeTask& task, int64_t width, int unit,
+                                            bool grouped, bool raises, const Make& make) {
+  const QuantizeProblem& p = task.p;
+  const int64_t entry = gridDim.y - 1 - blockIdx.y;
+  const int32_t* first_row = grouped ? task.first_row + entry * (p.groups + 1) : nullptr;
+  const int64_t pieces = (grouped ? __ldg(first_row + p.groups) : p.m) * width;
+  const int64_t units = ceil_div(pieces, unit);
+  int64_t matrix = -1;
+  uint32_t most = 0;  // of `matrix`, by this thread
+  for (int64_t i = blockIdx.x; i < units; i += gridDim.x) {
+    const int64_t begin = (units - 1 - i) * unit, end = min(begin + unit, pieces);
+    int64_t group = grouped ? group_at(first_row, p.groups, width, begin) : 0;
+    for (int64_t from = begin, to; from < end; from = to, ++group) {
+      to = grouped ? min(end, __ldg(first_row + group + 1) * width) : end;
+      if (from == to) continue;
+      if (raises && matrix != entry * p.groups + group) {
+        if (matrix >= 0) leave_matrix<dtype>(p, matrix, most);
+        matrix = entry * p.groups + group;
+        most = 0;
+      }
+      most = Eight<dtype>::more(most, make(from, to));
+    }
+  }
+  if (matrix >= 0) leave_matrix<dtype>(p, matrix, most);
+}
+
+// Launches such a kernel, `blocks` thread blocks a multiprocessor.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_walk(void (*kernel)(QuantizeTask, Parameters...), const QuantizeTask& task,
+                        int64_t width, int unit, int blocks, cudaStream_t stream,
+                        const Arguments&... arguments) {
+  const QuantizeProblem& p = task.p;
+  int processors = 0;
+  const cudaError_t error = multiprocessors(&processors);
+  if (error != cudaSuccess) return error;
+  const int64_t units = ceil_div(p.m * width, unit);
+  if (units == 0 || p.groups == 0) return cudaSuccess;
+  const int64_t room = ceil_div(int64_t{blocks} * processors, p.batch);
+  const dim3 grid(static_cast<unsigned>(units < room ? units : room),
+                  static_cast<unsigned>(p.batch));
+  return launch_pass(kernel, grid, kPieceThreads, stream, task, arguments...);
 }
 
 }  // namespace jax_fp4::cuda

@@ -1,4 +1,5 @@
-// The instructions that CUDA C++ has no name for, each with what an architecture without it does.
+// The instructions that CUDA C++ has no name for, or not on every architecture, each with what an
+// architecture without it does.
 #ifndef JAX_FP4_XLA_FFI_KERNELS_PTX_CUH_
 #define JAX_FP4_XLA_FFI_KERNELS_PTX_CUH_
 
@@ -11,10 +12,18 @@ namespace jax_fp4::cuda {
 
 // ---- Passes ------------------------------------------------------------------------------------
 
-// First in a kernel that `launch_pass` launches: until then the pass before it may be under way.
+// Every thread of a kernel that `launch_pass` launches does this once. Until here the pass before
+// it may be under way; after it that pass, and all before it, is done and seen.
 __device__ __forceinline__ void await_pass_before() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  cudaGridDependencySynchronize();
+#endif
+}
+// Once all thread blocks of a pass have done this, or ended, those of the next one may begin, where
+// there is room for them, and wait. A pass without it lets them begin as its last blocks end.
+__device__ __forceinline__ void let_next_pass_begin() {
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
 #endif
 }
 

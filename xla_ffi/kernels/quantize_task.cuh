@@ -195,16 +195,17 @@ __device__ __forceinline__ float column_form_amax(const QuantizeTask& task, int6
   return amax_at(task.p.column, task.p.row_scaled ? matrix * task.p.k + column : matrix);
 }
 
-// Host: launches a pass that follows another one of the same call, so that its thread blocks may
-// come to the multiprocessors as those of the other leave.
+// Host: launches a pass that follows another one of the same call, and whose kernel waits for it
+// (await_pass_before): its thread blocks may come to the multiprocessors as those of the other
+// leave, or, while it runs, where it leaves room and says so (let_next_pass_begin: the maxima do).
 template <class... Parameters, class... Arguments>
 cudaError_t launch_pass(void (*kernel)(Parameters...), dim3 grid, unsigned threads,
                         cudaStream_t stream, const Arguments&... arguments) {
-  int device = 0, generation = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&generation, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess) return error;
+  // Only code of compute capability 9.0 on waits. That is the virtual architecture for which the
+  // kernel was compiled: binaryVersion would be the GPU's also of older PTX that the driver
+  // compiled for it, in which there is no wait.
+  cudaFuncAttributes code = {};
+  cudaError_t error = cudaFuncGetAttributes(&code, kernel);
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -213,8 +214,10 @@ cudaError_t launch_pass(void (*kernel)(Parameters...), dim3 grid, unsigned threa
   config.blockDim = dim3(threads);
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = generation >= 9 ? 1 : 0;  // older ones have none of it
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  config.numAttrs = code.ptxVersion >= 90 ? 1 : 0;
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  if (error != cudaSuccess) cudaGetLastError();  // it is returned, and not left for the next call
+  return error;
 }
 
 // ---- Launchers of the passes -------------------------------------------------------------------

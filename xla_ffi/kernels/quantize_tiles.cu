@@ -40,7 +40,7 @@ __device__ __forceinline__ void choose_row_scales(const TileWork<V>& work, const
                                                   EightScales& scales) {
   const TileMemory<V>& memory = work.memory;
   choose_scales<V>(most, memory.row_lines + work.row(), work.block.row, memory.row_table, scales);
-  work.keep_rows(scales);
+  work.keep_rows(scales.bytes);
 }
 template <class V>
 __device__ __forceinline__ void choose_column_scales(const TileWork<V>& work,
@@ -48,7 +48,7 @@ __device__ __forceinline__ void choose_column_scales(const TileWork<V>& work,
   const TileMemory<V>& memory = work.memory;
   choose_scales<V>(most, memory.column_lines + work.column(), work.block.column,
                    memory.column_table, scales);
-  work.keep_columns(scales);
+  work.keep_columns(scales.bytes);
 }
 
 // The random words of a patch's rows or columns.
@@ -104,8 +104,7 @@ __device__ __forceinline__ void encode_both(const Patch& x, const Places& places
 // Codes and values of a patch's rows, as they are asked for.
 template <class V>
 __device__ __forceinline__ void store_rows(const TileWork<V>& work, const Patch& x,
-                                           const EightScales& scales,
-                                           const uint32_t codes[kPatch]) {
+                                           const uint32_t scales[2], const uint32_t codes[kPatch]) {
   using Offset = typename TileWork<V>::Offset;
   const QuantizeProblem& p = work.task.q.p;
   const int rows = work.rows();
@@ -128,7 +127,7 @@ __device__ __forceinline__ void store_rows(const TileWork<V>& work, const Patch&
     const Offset offset = work.offset();
 #pragma unroll
     for (int r = 0; r < kPatch; ++r) {
-      const uint32_t byte = (scales.bytes[r / 4] >> (r % 4 * 8)) & 0x7Fu;
+      const uint32_t byte = (scales[r / 4] >> (r % 4 * 8)) & 0x7Fu;
       const uint4 values = product_values(codes[r], e4m3_value(byte), x.pair[r]);
       if (r < rows) *reinterpret_cast<uint4*>(to + (offset + r * width)) = values;
     }
@@ -163,7 +162,7 @@ __device__ __forceinline__ Again quantize_both(const TileWork<V>& work, const Pa
   if (V::kScaling == Scaling::kTensor && square && work.memory.same) {
     // One scale for the tile in both directions, so the same codes.
     encode_lines<true>(work, x, row_scales, row_codes);
-    work.keep_columns(row_scales);
+    work.keep_columns(row_scales.bytes);
     transpose_nibbles(row_codes, column_codes);
     column_scales = row_scales;
   } else {
@@ -172,9 +171,10 @@ __device__ __forceinline__ Again quantize_both(const TileWork<V>& work, const Pa
     transpose_nibbles(row_codes, column_codes);
     encode_both(x, work.task.places, row_scales, column_scales, row_codes, column_codes);
   }
-  store_rows(work, x, row_scales, row_codes);
+  store_rows(work, x, row_scales.bytes, row_codes);
   stage_columns(work, column_codes);
-  return {row_scales.has_nan() && work.rows() > 0, column_scales.has_nan() && work.block_exists()};
+  return {any_nan_scale(row_scales.bytes) && work.rows() > 0,
+          any_nan_scale(column_scales.bytes) && work.block_exists()};
 }
 
 // Either direction, or both one after the other.
@@ -191,8 +191,8 @@ __device__ __forceinline__ Again quantize_each(const TileWork<V>& work, Patch& x
 #pragma unroll
     for (int r = 0; r < kPatch; ++r) codes[r] = row_signs(x.pair[r]);
     encode_lines<true>(work, x, scales, codes);
-    store_rows(work, x, scales, codes);
-    again.rows = scales.has_nan() && work.rows() > 0;
+    store_rows(work, x, scales.bytes, codes);
+    again.rows = any_nan_scale(scales.bytes) && work.rows() > 0;
   }
   if (p.column.wanted) {
     if (V::kMixed) mix_columns(x, work.place.row_half);
@@ -209,53 +209,47 @@ __device__ __forceinline__ Again quantize_each(const TileWork<V>& work, Patch& x
     transpose_nibbles(signs, codes);
     encode_lines<false>(work, x, scales, codes);
     stage_columns(work, codes);
-    again.columns = scales.has_nan() && work.block_exists();
+    again.columns = any_nan_scale(scales.bytes) && work.block_exists();
   }
   return again;
 }
 
-// Either direction, or both, under four-over-six.
+// Either direction, or both, under four-over-six. The columns of a patch are tried as the rows of
+// its transpose, by the same code; 16x16 tiles are tried by rows also for the columns.
 template <class V>
-__device__ __forceinline__ Again quantize_four_over_six(const TileWork<V>& work, const Patch& x) {
-  constexpr ErrorNorm kNorm = V::kNorm;
+__device__ __forceinline__ Again quantize_four_over_six(const TileWork<V>& work, Patch& x) {
   const QuantizeProblem& p = work.task.q.p;
   const TileMemory<V>& memory = work.memory;
-  const bool square = p.tile == kBlock;
+  const bool square = p.tile == kBlock, once = square && memory.same;
   Again again = {false, false};
-  EightScales scales;
-  uint32_t signs[kPatch], codes[kPatch], most[4];
+  uint32_t scales[2], codes[kPatch], most[4];
+#pragma unroll 1
+  for (int direction = 0; direction < 2; ++direction) {
+    const bool row_wise = direction == 0;
+    if (!(row_wise ? p.row : p.column).wanted) continue;
+    const bool across = row_wise || square;
+    if (!across) transpose(x);
+    if (row_wise || !(once && p.row.wanted)) {
+      row_maxima(x, most, across ? kAcrossLanes : kDownLanes);
+      if (square) square_maxima(most);
 #pragma unroll
-  for (int r = 0; r < kPatch; ++r) signs[r] = row_signs(x.pair[r]);
-  const auto encode_rows = [&](const FourOverSixScale& tensor, const float* table) {
-    row_maxima(x, most);
-    if (square) square_maxima(most);
-#pragma unroll
-    for (int r = 0; r < kPatch; ++r) codes[r] = signs[r];
-    encode_four_over_six<kNorm, true>(x, work.place, most, square, tensor, table, work.task.places,
-                                      scales, codes);
-  };
-  if (p.row.wanted) {
-    encode_rows(memory.row_four, memory.row_table);
-    work.keep_rows(scales);
-    store_rows(work, x, scales, codes);
-    again.rows = scales.has_nan() && work.rows() > 0;
-  }
-  if (p.column.wanted) {
-    uint32_t column_codes[kPatch];
-    if (square) {
-      // The choice is made by rows, also for the columns.
-      if (!p.row.wanted || !memory.same) encode_rows(memory.column_four, memory.column_table);
-      transpose_nibbles(codes, column_codes);
-    } else {
-      column_maxima(x, most);
-      transpose_nibbles(signs, column_codes);
-      encode_four_over_six<kNorm, false>(x, work.place, most, false, memory.column_four,
-                                         memory.column_table, work.task.places, scales,
-                                         column_codes);
+      for (int r = 0; r < kPatch; ++r) codes[r] = row_signs(x.pair[r]);
+      encode_four_over_six<V::kNorm>(x, across ? work.place.column_half : work.place.row_half,
+                                     across ? kAcrossLanes : kDownLanes, most, square,
+                                     row_wise ? memory.row_four : memory.column_four,
+                                     row_wise ? memory.row_table : memory.column_table,
+                                     work.task.places, scales, codes);
     }
-    work.keep_columns(scales);
-    stage_columns(work, column_codes);
-    again.columns = scales.has_nan() && work.block_exists();
+    if (row_wise) {
+      work.keep_rows(scales);
+      store_rows(work, x, scales, codes);
+      again.rows = any_nan_scale(scales) && work.rows() > 0;
+    } else {
+      if (square) transpose_nibbles(codes, codes);
+      work.keep_columns(scales);
+      stage_columns(work, codes);
+      again.columns = any_nan_scale(scales) && work.block_exists();
+    }
   }
   return again;
 }
@@ -281,7 +275,7 @@ __device__ __noinline__ void prepare_entry(const TileTask& task, TileMemory<V>& 
   const float column = prepare_form(p.column, entry, memory.column, memory.column_table);
   if (threadIdx.x != 0) return;
   memory.same = row == column && p.row.bound == p.column.bound;
-  if (V::kNorm != ErrorNorm::kNone) {
+  if constexpr (V::kNorm != ErrorNorm::kNone) {
     memory.row_four = FourOverSixScale::of(row, static_cast<float>(p.row.bound));
     memory.column_four = FourOverSixScale::of(column, static_cast<float>(p.column.bound));
   }
@@ -344,11 +338,16 @@ template <class V>
 __global__ void __launch_bounds__(kThreads, kResident<V>)
     quantize_tiles(const __grid_constant__ TileTask task) {
   __shared__ TileMemory<V> memory;
-  await_pass_before();
+  // x comes early, unless a pass of the call makes it, or the table that tells where its tiles lie.
+  // What made x before the call is done: the call's clear_amaxes or memset is an ordinary launch,
+  // begins after that, and is or precedes the pass before this one (launch_quantize_transpose).
+  const bool early = V::kScaling != Scaling::kGroups && task.q.p.x != task.q.made;
+  if (!early) await_pass_before();
   const auto draw_unit = [&] { return gridDim.x + atomicAdd(task.q.units, 1u); };
   Cursor now;
   now.take(task, blockIdx.x);
   if (now.inside) fetch<V>(task, now, memory.stage);
+  if (early) await_pass_before();
   if (threadIdx.x == 0) memory.unit[0] = draw_unit();
   store_given_amaxes(task.q.p);
   int32_t entry = -1;  // whose scales are there
@@ -427,20 +426,25 @@ ErrorNorm norm_of(const QuantizeProblem& p) {
 template <class X>
 cudaError_t launch_dtype(const QuantizeTask& task, cudaStream_t stream) {
   constexpr Scaling kTensor = Scaling::kTensor;
-  if (norm_of(task.p) == ErrorNorm::kMae)
-    return launch<Variant<X, kTensor, false, false, ErrorNorm::kMae>>(task, stream);
-  if (norm_of(task.p) == ErrorNorm::kMse)
-    return launch<Variant<X, kTensor, false, false, ErrorNorm::kMse>>(task, stream);
-  // Row scaling knows neither random bytes nor the transform.
-  if (task.p.row_scaled) return launch<Variant<X, Scaling::kLines, false, false>>(task, stream);
-  if (task.p.grouped) return launch_scaling<X, Scaling::kGroups>(task, stream);
-  return launch_scaling<X, Scaling::kTensor>(task, stream);
+  switch (norm_of(task.p)) {
+    case ErrorNorm::kNone:
+      // Row scaling knows neither random bytes nor the transform.
+      if (task.p.row_scaled) return launch<Variant<X, Scaling::kLines, false, false>>(task, stream);
+      if (task.p.grouped) return launch_scaling<X, Scaling::kGroups>(task, stream);
+      return launch_scaling<X, kTensor>(task, stream);
+    case ErrorNorm::kMae:
+      return launch<Variant<X, kTensor, false, false, ErrorNorm::kMae>>(task, stream);
+    case ErrorNorm::kMse:
+      return launch<Variant<X, kTensor, false, false, ErrorNorm::kMse>>(task, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
 bool quantize_tiles_supports(const QuantizeProblem& p) {
-  // Under four-over-six both forms are, and of whole tensors.
+  // Under four-over-six there is a variant only for tensors with one amax, and if two forms are
+  // wanted, for the same norm in both.
   const ErrorNorm norm = norm_of(p);
   const bool known = norm == ErrorNorm::kNone || !(p.grouped || p.row_scaled);
   const bool alike = !p.row.wanted || !p.column.wanted || p.column.four_over_six == norm;

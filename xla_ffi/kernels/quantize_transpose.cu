@@ -1,6 +1,12 @@
 // The passes of a quantization, in order: where the groups lie, what an activation makes (no pass
 // after it knows of h), the amaxes, what no group has, and then one kernel that makes all stored
 // forms.
+//
+// The table of groups, the zeros of amaxes and those of task.units overwrite at once what an
+// earlier call may still use, so they are put on the stream in the ordinary way and begin when all
+// before them is done. What follows them may be launched early (launch_pass), since each such
+// kernel waits before it writes; quantize_rows and quantize_any do not wait, and are launched like
+// the former.
 #include <limits.h>
 
 #include <type_traits>
@@ -271,8 +277,8 @@ cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scra
   if (p.batch == 0 || !(p.row.wanted || p.column.wanted)) return cudaSuccess;
   const bool given = amaxes_are_given(p), maxima_made = !given && makes_maxima(p);
   cudaError_t error = cudaSuccess;
-  const auto pass = [&](bool needed, auto launch_pass) {
-    if (needed && error == cudaSuccess) error = launch_pass();
+  const auto pass = [&](bool needed, auto launch) {
+    if (needed && error == cudaSuccess) error = launch();
   };
   pass(p.grouped, [&] { return launch_groups(task, stream); });
   pass(!given && !clears_amaxes(p), [&] { return launch_clear_amaxes(task, stream); });
@@ -283,6 +289,9 @@ cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scra
   if (error != cudaSuccess) return error;
   if (quantize_rows_supports(p)) return launch_quantize_rows(task, stream);
   if (!quantize_tiles_supports(p)) return launch_quantize_any(task, stream);
+  // The tile kernel counts on this memset, or else on launch_clear_amaxes: it fetches the first of
+  // an x that no pass makes before it waits, and so what made x before the call must be done by
+  // then.
   pass(given && !p.grouped,
        [&] { return cudaMemsetAsync(task.units, 0, sizeof(*task.units), stream); });
   pass(true, [&] { return launch_quantize_tiles(task, stream); });

@@ -2,10 +2,11 @@
 // form, the row-wise form as exact bfloat16 values, or several of them in one pass. Equal bit for
 // bit to the CPU kernels (cpu/quantize.h); the words are numerics.md, sections 1 and 2.
 //
-// Every pointer is device memory, dense and aligned to 16 bytes. A launch only puts kernels and
-// cudaMemsetAsync on the stream of the current device: nothing is allocated, no value is read by
-// the host, so it can be captured in a CUDA graph and replayed with other data. Every byte of the
-// outputs that are asked for is written; the scratch needs no initial value.
+// Every pointer is device memory and dense. x, codes, block_scale, values and the scratch are
+// aligned to 16 bytes, the rest to its elements. A launch only puts kernels and cudaMemsetAsync on
+// the stream of the current device: nothing is allocated, no value is read by the host, so it can
+// be captured in a CUDA graph and replayed with other data. Every byte of the outputs that are
+// asked for is written; the scratch needs no initial value.
 //
 // Bytes moved per element of x (width w): w if amaxes are computed, w for the codes, 0.5625 a form
 // and 2 for the values. An activation first reads w, or 2 w with a gate, and writes x as `compute`

@@ -20,7 +20,7 @@ __device__ __forceinline__ void scales_of_six_and_four(uint32_t most, float enco
 
 // |code * scale * A / (6 B) - magnitude|, or its square. The quotient is rounded as a division is:
 // a product with the rounded reciprocal and one correction do so for both values of 6 B, of any
-// dividend that is calm (checked for all significands).
+// dividend that is calm (test_quotient of tests/cpp/fuzz_kernels.cc: for all significands).
 template <ErrorNorm norm>
 __device__ __forceinline__ float error_of(uint32_t code, float magnitude, float scale,
                                           const FourOverSixScale& tensor) {
@@ -71,24 +71,21 @@ __device__ __forceinline__ float tile_error(float error[kPatch]) {
   return error[0];
 }
 
-// Codes and scales of a patch's rows or columns; `codes` holds the signs. Tiles are tried by rows.
-template <ErrorNorm norm, bool kRowWise>
-__device__ __forceinline__ void encode_four_over_six(const Patch& x, const Place& place,
+// Codes, and scale bytes, of a patch's rows, which are a half of their blocks; `partner` has the
+// other. `codes` holds the signs.
+template <ErrorNorm norm>
+__device__ __forceinline__ void encode_four_over_six(const Patch& x, int half, int partner,
                                                      const uint32_t most[4], bool tiled,
                                                      const FourOverSixScale& tensor,
                                                      const float* table, const Places& places,
-                                                     EightScales& scales, uint32_t codes[kPatch]) {
-  const int half = kRowWise ? place.column_half : place.row_half;
-  const int partner = kRowWise ? kAcrossLanes : kDownLanes;
+                                                     uint32_t scales[2], uint32_t codes[kPatch]) {
   uint32_t six[4], four[4], with_four[kPatch];
   float six_error[kPatch], four_error[kPatch];
 #pragma unroll
   for (int i = 0; i < 4; ++i) scales_of_six_and_four(most[i], tensor.encode, six[i], four[i]);
 #pragma unroll
   for (int line = 0; line < kPatch; ++line) {
-    const auto value = [&](int i) {
-      return kRowWise ? value_of(x, line, i) : value_of(x, i, line);
-    };
+    const auto value = [&](int i) { return value_of(x, line, i); };
     const auto attempt = [&](uint32_t pair, uint32_t& line_codes) {
       const uint32_t byte = line % 2 == 0 ? pair & 0xFFu : pair >> 8;
       return try_scale<norm>(value, table[byte], e4m3_value(byte), tensor, places, half, partner,
@@ -100,13 +97,13 @@ __device__ __forceinline__ void encode_four_over_six(const Patch& x, const Place
   }
   bool of_tile = false;
   if (tiled) of_tile = tile_error(four_error) < tile_error(six_error);
-  scales.bytes[0] = scales.bytes[1] = 0;
+  scales[0] = scales[1] = 0;
 #pragma unroll
   for (int line = 0; line < kPatch; ++line) {
     const bool takes_four = tiled ? of_tile : four_error[line] < six_error[line];
     const uint32_t pair = takes_four ? four[line / 2] : six[line / 2];
     codes[line] = takes_four ? with_four[line] : codes[line];
-    scales.bytes[line / 4] |= (line % 2 == 0 ? pair & 0xFFu : pair >> 8) << (line % 4 * 8);
+    scales[line / 4] |= (line % 2 == 0 ? pair & 0xFFu : pair >> 8) << (line % 4 * 8);
   }
 }
 

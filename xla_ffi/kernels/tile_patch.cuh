@@ -38,6 +38,22 @@ __device__ __forceinline__ float value_of(const Patch& x, int r, int c) {
   return c % 2 == 0 ? low_half(pair) : high_half(pair);
 }
 
+// Rows become columns.
+__device__ __forceinline__ void transpose(Patch& x) {
+#pragma unroll
+  for (int r = 0; r < kPatch; r += 2)
+#pragma unroll
+    for (int c = r; c < kPatch; c += 2) {
+      // Two squares of 2 x 2 change places, each transposed.
+      const uint32_t a = x.pair[r][c / 2], b = x.pair[r + 1][c / 2];
+      const uint32_t d = x.pair[c][r / 2], e = x.pair[c + 1][r / 2];
+      x.pair[c][r / 2] = __byte_perm(a, b, 0x5410),
+                    x.pair[c + 1][r / 2] = __byte_perm(a, b, 0x7632);
+      x.pair[r][c / 2] = __byte_perm(d, e, 0x5410),
+                    x.pair[r + 1][c / 2] = __byte_perm(d, e, 0x7632);
+    }
+}
+
 // Where a thread's patch lies: lanes 8 columns apart first, then 8 rows.
 struct Place {
   int row, column;            // of the tile
@@ -73,13 +89,15 @@ struct EightScales {
       multiplier[i] = table != nullptr ? table[byte] : eighth_multiplier(byte, line(i).decode);
     }
   }
-  __device__ __forceinline__ bool has_nan() const {
-    return has_nan_scale(bytes[0]) || has_nan_scale(bytes[1]);
-  }
 };
+__device__ __forceinline__ bool any_nan_scale(const uint32_t bytes[2]) {
+  return has_nan_scale(bytes[0]) || has_nan_scale(bytes[1]);
+}
 
-// Maxima of pairs of rows, low half the even one, over whole blocks.
-__device__ __forceinline__ void row_maxima(const Patch& x, uint32_t most[4]) {
+// Maxima of pairs of rows, low half the even one, over whole blocks, of which `partner` has the
+// other half.
+__device__ __forceinline__ void row_maxima(const Patch& x, uint32_t most[4],
+                                           int partner = kAcrossLanes) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     uint32_t row[2];
@@ -90,7 +108,7 @@ __device__ __forceinline__ void row_maxima(const Patch& x, uint32_t most[4]) {
     }
     most[i] =
         max_magnitude(__byte_perm(row[0], row[1], 0x5410), __byte_perm(row[0], row[1], 0x7632));
-    most[i] = max_magnitude(most[i], __shfl_xor_sync(~0u, most[i], kAcrossLanes));
+    most[i] = max_magnitude(most[i], __shfl_xor_sync(~0u, most[i], partner));
   }
 }
 

@@ -2,6 +2,8 @@
 #ifndef JAX_FP4_XLA_FFI_KERNELS_TILE_STAGE_CUH_
 #define JAX_FP4_XLA_FFI_KERNELS_TILE_STAGE_CUH_
 
+#include <type_traits>
+
 #include "tile_schedule.cuh"
 
 namespace jax_fp4::cuda {
@@ -18,6 +20,8 @@ constexpr int kCodeStride = kTileRows / 2 / 4;  // words from a column of a patc
 constexpr int kColumnCodeBytes = kTileColumns * (kTileRows / 2) + kTileColumns / kPatch * 16;
 static_assert(kColumnCodeBytes % 16 == 0, "pieces are stored");
 
+struct Nothing {};
+
 template <class V>
 struct alignas(128) TileMemory {
   static constexpr bool kTensor = V::kScaling == Scaling::kTensor;
@@ -30,12 +34,13 @@ struct alignas(128) TileMemory {
   alignas(16) uint8_t column_scales[kSuperRows * kSuperColumns / kBlock];
   uint32_t unit[2];  // that are drawn: the next one, and the one after it
   // Scaling::kTensor, of the batch entry: its scales, an eighth of the multiplier of each scale
-  // byte, whether both directions have the same; where its random bytes begin.
+  // byte, whether both directions have the same; where its random bytes begin; and what
+  // four-over-six needs of it.
   LineScale row, column;
   float row_table[kTensor ? 128 : 1], column_table[kTensor ? 128 : 1];
   bool same;
   Origin row_origin, column_origin;
-  FourOverSixScale row_four, column_four;
+  std::conditional_t<V::kNorm == ErrorNorm::kNone, Nothing, FourOverSixScale> row_four, column_four;
   // Scaling::kLines: of the super-tile's rows and columns.
   LineScale row_lines[kLines ? kSuperRows : 1], column_lines[kLines ? kSuperColumns : 1];
 };

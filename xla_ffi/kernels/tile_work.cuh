@@ -19,6 +19,34 @@ __device__ uint32_t most_of(int count, const Value& value) {
   return most;
 }
 
+// The scale under which value(row, i), of so many rows of 16, have the smaller error.
+template <ErrorNorm norm, class Value>
+__device__ uint32_t exact_scale(const Value& value, int rows, uint32_t amax,
+                                const TensorScale<float>& tensor, float bound) {
+  if (amax >= kInfBits) return kNanScale;
+  const FourOverSixScales<float> scales = four_over_six_scales<float>(amax, tensor);
+  float whole[2];
+#pragma unroll 1
+  for (int four = 0; four < 2; ++four) {
+    const float scale = e4m3_decode<float>(four ? scales.four : scales.six);
+    const float multiplier = encode_multiplier(scale, tensor);
+    float error[kBlock];
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r) {
+      error[r] = 0.0f;
+#pragma unroll 1
+      for (int i = 0; i < kBlock; ++i)
+        error[r] += four_over_six_error<norm>(fabsf(value(r, i)), multiplier, scale, tensor.amax,
+                                              kE2M1Max * bound);
+    }
+#pragma unroll 1
+    for (int stride = rows / 2; stride > 0; stride /= 2)
+      for (int r = 0; r < stride; ++r) error[r] += error[r + stride];
+    whole[four] = error[0];
+  }
+  return whole[1] < whole[0] ? scales.four : scales.six;
+}
+
 // What a thread knows while it works on a tile.
 template <class V>
 struct TileWork {
@@ -58,11 +86,11 @@ struct TileWork {
     return memory.column_scales + row() / kBlock * kSuperColumns + column();
   }
   // Keeps them there. The other half of the blocks does the same, which costs less than to ask.
-  __device__ __forceinline__ void keep_rows(const EightScales& scales) const {
-    *reinterpret_cast<uint2*>(row_scales()) = make_uint2(scales.bytes[0], scales.bytes[1]);
+  __device__ __forceinline__ void keep_rows(const uint32_t scales[2]) const {
+    *reinterpret_cast<uint2*>(row_scales()) = make_uint2(scales[0], scales[1]);
   }
-  __device__ __forceinline__ void keep_columns(const EightScales& scales) const {
-    *reinterpret_cast<uint2*>(column_scales()) = make_uint2(scales.bytes[0], scales.bytes[1]);
+  __device__ __forceinline__ void keep_columns(const uint32_t scales[2]) const {
+    *reinterpret_cast<uint2*>(column_scales()) = make_uint2(scales[0], scales[1]);
   }
   // Where the codes of its first column turn; the others' are 32 bytes apart.
   __device__ uint32_t* column_codes() const {
@@ -94,6 +122,10 @@ struct TileWork {
       return exact_scale<V::kNorm>(in_tile, square ? kBlock : 1, amax, tensor, bound);
     }
   }
+  // Where the random bytes of its matrix begin, if there are any.
+  __device__ Origin origin(uint32_t direction) const {
+    return V::kStochastic ? Origin::of(task.q, at.entry, block.rows.group, direction) : Origin{};
+  }
   // Rows of the patch that exist, from its first one on; its columns exist together.
   __device__ int rows() const { return columns_exist() ? block.rows.rows - place.row % kBlock : 0; }
   __device__ bool columns_exist() const { return at.tile_column() + place.column < task.k; }
@@ -122,24 +154,25 @@ __device__ __noinline__ void redo_rows(const TileTask& task, TileMemory<V>& memo
   const TileWork<V> work = TileWork<V>::of(task, memory, at, TileWork<V>::find_block(task, at));
   const QuantizeProblem& p = task.q.p;
   const Place& place = work.place;
+  const RowBlock& rows = work.block.rows;
   uint8_t* scales = work.row_scales();
   const int32_t corner = (at.tile_column() + place.column) / kBlock * kBlock;
+  const float bound = static_cast<float>(p.row.bound);
+  const Origin origin = work.origin(kRowDirection);
+  const int64_t first = work.corner() + work.offset();
 #pragma unroll 1
   for (int r = 0; r < kPatch && r < work.rows(); ++r) {
     const int in_block = place.row % kBlock + r;
     const auto value = [&](int i) { return work.value(in_block, corner + i); };
-    const float bound = static_cast<float>(p.row.bound);
-    const TensorScale<float> tensor = tensor_scale(
-        row_form_amax(task.q, at.entry, work.block.rows, work.block.rows.row + in_block), bound);
+    const TensorScale<float> tensor =
+        tensor_scale(row_form_amax(task.q, at.entry, rows, rows.row + in_block), bound);
     const uint32_t scale = work.exact_scale_of(value, corner, tensor, bound);
     uint32_t random[4];
-    if (p.seed != nullptr)
-      Origin::of(task.q, at.entry, work.block.rows.group, kRowDirection)
-          .draw(work.block.rows.number * kBlock + in_block, corner / kBlock, random);
+    if (p.seed != nullptr) origin.draw(rows.number * kBlock + in_block, corner / kBlock, random);
     const ExactBlock exact =
         ExactBlock::of(value, scale, tensor, p.seed == nullptr ? nullptr : random);
     const auto codes = static_cast<uint32_t>(exact.codes >> (32 * place.column_half));
-    const int64_t element = work.corner() + work.offset() + r * p.k;
+    const int64_t element = first + r * p.k;
     if (place.column_half == 0) scales[r] = static_cast<uint8_t>(exact.scale);
     if (p.row.codes != nullptr) *reinterpret_cast<uint32_t*>(p.row.codes + element / 2) = codes;
     for (int i = 0; p.values != nullptr && i < kPatch; ++i) {
@@ -158,6 +191,8 @@ __device__ __noinline__ void redo_columns(const TileTask& task, TileMemory<V>& m
   const Place& place = work.place;
   uint8_t* scales = work.column_scales();
   const RowBlock& rows = work.block.rows;
+  const float bound = static_cast<float>(p.column.bound);
+  const Origin origin = work.origin(kColumnDirection);
 #pragma unroll 1
   for (int c = 0; c < kPatch; ++c) {
     const int32_t column = at.tile_column() + place.column + c;
@@ -165,13 +200,11 @@ __device__ __noinline__ void redo_columns(const TileTask& task, TileMemory<V>& m
     for (int i = 0; i < kBlock; ++i) v[i] = work.value(i, column);
     if (p.column.hadamard) hadamard16(v);
     const auto value = [&](int i) { return v[i]; };
-    const float bound = static_cast<float>(p.column.bound);
     const TensorScale<float> tensor =
         tensor_scale(column_form_amax(task.q, at.entry, rows, column), bound);
     const uint32_t scale = work.exact_scale_of(value, column / kBlock * kBlock, tensor, bound);
     uint32_t random[4];
-    if (p.seed != nullptr)
-      Origin::of(task.q, at.entry, rows.group, kColumnDirection).draw(column, rows.number, random);
+    if (p.seed != nullptr) origin.draw(column, rows.number, random);
     const ExactBlock exact =
         ExactBlock::of(value, scale, tensor, p.seed == nullptr ? nullptr : random);
     if (place.row_half == 0) scales[c] = static_cast<uint8_t>(exact.scale);

@@ -6,12 +6,15 @@
 // module, xla_ffi/cpu/*.cc (kernels.cc once for each instruction set). compute-sanitizer runs it.
 //
 // Cases are those of cases.h. Outputs and scratch are poisoned with 0x7F, and stand between guards
-// that must survive. Two cases run at once on two streams; then each is captured in a CUDA graph
-// and replayed on other data: another x, other amaxes, other group sizes. Activations are held to
-// the CPU kernels on arguments for which exp and tanh are exact.
+// that must survive. Two cases run at once on two streams, or one after the other on one stream and
+// one scratch, without a pause; then each is captured in a CUDA graph and replayed on other data:
+// another x, other amaxes, other group sizes. Every other call, and its replay, begins while a
+// kernel before it on the stream still makes its x. Activations, under computed amaxes and given
+// ones, are held to the CPU kernels on arguments for which exp and tanh are exact.
 #include <cuda_runtime_api.h>
 
 #include "../../xla_ffi/kernels/dequantize.h"
+#include "../../xla_ffi/kernels/ptx.cuh"
 #include "../../xla_ffi/kernels/quantize_transpose.h"
 #include "cases.h"
 
@@ -78,6 +81,15 @@ class Buffer {
   size_t size_;
   uint8_t* base_ = nullptr;
 };
+
+// What makes x before a call: late, after it has let begin what could be launched early.
+__global__ void produce(uint8_t* x, const uint8_t* from, size_t size) {
+  cuda::let_next_pass_begin();
+  __nanosleep(20000);
+  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < size; i += stride)
+    x[i] = from[i];
+}
 
 // The buffers of one stored form.
 struct DeviceForm {
@@ -146,13 +158,16 @@ cuda::QuantizeProblem shape_of(const Case& c, Values values, const Made* made) {
   return d;
 }
 
-// One call with all its device memory.
+// One call with all its device memory. Half of them have x made by a kernel just before.
 class DeviceCall {
  public:
   DeviceCall(const Case& c, Values values, const Made* made = nullptr)
       : values_(values),
+        produced_(chance(0.5)),
         problem_(shape_of(c, values, made)),
-        x_(made == nullptr ? c.x.size() : made->h.size()),
+        x_size_(made == nullptr ? c.x.size() : made->h.size()),
+        x_(x_size_),
+        source_(produced_ ? x_size_ : 0),
         weights_(made == nullptr ? 0 : 4 * made->weights.size()),
         seed_(4 * c.seed.size()),
         sizes_(4 * c.group_sizes.size()),
@@ -161,7 +176,7 @@ class DeviceCall {
         product_(values == Values::kNone
                      ? 0
                      : static_cast<size_t>(2 * problem_.batch * problem_.m * problem_.k)),
-        scratch_(static_cast<size_t>(cuda::scratch_bytes(problem_))) {
+        scratch_(scratch_bytes()) {
     problem_.x = x_.as<void>();
     if (made != nullptr && !made->weights.empty())
       problem_.activation.weights = weights_.as<float>();
@@ -175,7 +190,8 @@ class DeviceCall {
 
   // Data of a case with the same shapes.
   void put(const Case& c, const Made* made = nullptr) {
-    x_.put(made == nullptr ? c.x.data() : made->h.data());
+    x_.poison();
+    (produced_ ? source_ : x_).put(made == nullptr ? c.x.data() : made->h.data());
     if (made != nullptr) weights_.put(made->weights.data());
     seed_.put(c.seed.data());
     sizes_.put(c.group_sizes.data());
@@ -187,8 +203,15 @@ class DeviceCall {
     scratch_.poison();
   }
 
-  cudaError_t launch(cudaStream_t stream) const {
-    return cuda::launch_quantize_transpose(problem_, scratch_.as<void>(), stream);
+  size_t scratch_bytes() const { return static_cast<size_t>(cuda::scratch_bytes(problem_)); }
+
+  // Null = its own scratch.
+  cudaError_t launch(cudaStream_t stream, void* scratch = nullptr) const {
+    if (produced_)
+      produce<<<16, 256, 0, stream>>>(x_.as<uint8_t>(), source_.as<uint8_t>(), x_size_);
+    check_cuda(cudaGetLastError(), "produce");
+    if (scratch == nullptr) scratch = scratch_.as<void>();
+    return cuda::launch_quantize_transpose(problem_, scratch, stream);
   }
 
   void compare(const Case& c) const {
@@ -261,8 +284,10 @@ class DeviceCall {
   }
 
   Values values_;
+  bool produced_;
   cuda::QuantizeProblem problem_;
-  Buffer x_, weights_, seed_, sizes_;
+  size_t x_size_;
+  Buffer x_, source_, weights_, seed_, sizes_;
   DeviceForm row_, column_;
   Buffer product_, scratch_;
 };
@@ -456,7 +481,7 @@ void test_activation(cudaStream_t stream) {
 
 // ---- Cases -----------------------------------------------------------------------------------
 
-// Two cases at once, then the replays.
+// Two cases at once, or on one stream and one scratch; then the replays.
 void test_pair(cudaStream_t streams[2]) {
   Case cases[2];
   std::vector<DeviceCall*> calls;
@@ -466,9 +491,15 @@ void test_pair(cudaStream_t streams[2]) {
     calls.push_back(new DeviceCall(c, row ? static_cast<Values>(draw(0, 2)) : Values::kNone));
     calls.back()->put(c);
   }
+  const bool apart = chance(0.5);
+  const Buffer scratch(std::max(calls[0]->scratch_bytes(), calls[1]->scratch_bytes()));
   check_cuda(cudaDeviceSynchronize(), "synchronize");
-  for (int i = 0; i < 2; ++i) check_launch(calls[i]->launch(streams[i]), cases[i]);
+  for (int i = 0; i < 2; ++i)
+    check_launch(
+        apart ? calls[i]->launch(streams[i]) : calls[i]->launch(streams[0], scratch.as<void>()),
+        cases[i]);
   check_cuda(cudaDeviceSynchronize(), "quantize");
+  scratch.get();
   for (int i = 0; i < 2; ++i) calls[i]->compare(cases[i]);
   for (int i = 0; i < 2; ++i) {
     const cudaGraphExec_t replay = capture(*calls[i], cases[i], streams[i]);
