@@ -5,20 +5,29 @@ The only file that spells a target. The wrappers take what the functions of `ref
 
 import importlib.util
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
-from jax.extend import core
-from jax.interpreters import batching, mlir
-from jaxtyping import Array, Float, Float32, Int32, UInt32
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Float32, Int32, UInt8, UInt32
 
 from jax_fp4 import _cpu
-from jax_fp4._errors import UnsupportedError
-from jax_fp4._formats import Quantization, amax_shape, codes_shape, grouped_extent, scale_shape, stored
+from jax_fp4._formats import (
+    E4M3_MAX,
+    INTERLEAVE,
+    PACK,
+    Quantization,
+    amax_shape,
+    codes_shape,
+    grouped_extent,
+    padded,
+    scale_shape,
+    stored,
+)
+from jax_fp4._lowering import choose
 
 for _name, _handler in _cpu.registrations().items():
     jax.ffi.register_ffi_target(_name, _handler, platform="cpu")
@@ -43,6 +52,29 @@ if _cuda is not None:
 def cuda_archs() -> str:
     """The GPU architectures of the CUDA kernels, "" without the extension."""
     return "" if _cuda is None else _cuda.archs()
+
+
+def sm90a_missing() -> str:
+    """Why this installation has no product kernels; "" where it has them."""
+    if cuda_missing:
+        return cuda_missing
+    return "" if "90a" in cuda_archs() else f"the CUDA extension is built for {cuda_archs()}, not for sm_90a"
+
+
+def hopper_missing() -> str:
+    """Why a program that is lowered for CUDA now has no product kernels, which need sm_90a; "" where it has them.
+
+    A lowering names its platform, not the architecture: all GPUs of the process must be Hopper's. Where it has none (a
+    program lowered on one machine for another, jax.export) they are taken to be; on others such a program is refused
+    by the handler when it runs.
+    """
+    if sm90a_missing():
+        return sm90a_missing()
+    try:
+        gpus = jax.devices("cuda")
+    except RuntimeError:  # no such backend
+        return ""
+    return next((f"{gpu.device_kind} is no Hopper GPU" for gpu in gpus if gpu.compute_capability != "9.0"), "")
 
 
 _COMPUTE = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -130,14 +162,103 @@ def dequantize(codes, block_scale, amax, bound: int, extent: int, dtype):
     """-> values [*b, r, extent] in the stored orientation; amax None: code times block scale, exact in bfloat16."""
     batch = codes.shape[:-2]
     out = jax.ShapeDtypeStruct((*codes.shape[:-1], extent), dtype)
-    return _call(
-        "jax_fp4_dequantize",
-        out,
-        (codes, block_scale, jnp.zeros((*batch, 0), jnp.float32) if amax is None else amax),
+    operands = codes, block_scale, jnp.zeros((*batch, 0), jnp.float32) if amax is None else amax
+    attributes = dict(
         bound=np.int32(bound),
         row_scaled=np.bool_(amax is not None and amax.ndim == codes.ndim - 1),
         product_form=np.bool_(amax is None),
     )
+
+    def call(*operands, **more):
+        return _call("jax_fp4_dequantize", out, operands, **attributes, **more)
+
+    if cuda_missing:
+        return call(*operands)
+    # The handlers of the two platforms differ in one attribute.
+    return choose(partial(call, interleaved=np.bool_(False)), call, usable=_always)(*operands)
+
+
+def _always() -> bool:
+    return True
+
+
+def dequantize_interleaved(
+    codes: UInt8[Array, "m bytes"], block_scale: Float8e4m3fn[Array, "m blocks"]
+) -> BFloat16[Array, "m c"]:
+    """-> code times block scale, each 64 in the order of INTERLEAVED, zeros up to a multiple of 64. CUDA only."""
+    out = jax.ShapeDtypeStruct((codes.shape[0], padded(PACK * codes.shape[1], INTERLEAVE)), jnp.bfloat16)
+    form = dict(row_scaled=np.bool_(False), product_form=np.bool_(True), interleaved=np.bool_(True))
+    return _call("jax_fp4_dequantize", out, (codes, block_scale, _or_absent(None)), bound=np.int32(E4M3_MAX), **form)
+
+
+# --- products: CUDA only, for sm_90a ---
+# group_sizes are cut as everywhere; rows beyond their sum are not read, and zero in the result. Extents are not zero.
+
+
+def grouped_matmul(
+    values: BFloat16[Array, "m c"],
+    codes: UInt8[Array, "g n bytes"],
+    block_scale: Float8e4m3fn[Array, "g n blocks"],
+    lhs_factor: Float32[Array, " factors"],
+    rhs_factor: Float32[Array, " g"] | Float32[Array, "g n"],
+    bias: Float32[Array, "g n"] | None,
+    row_weights: Float32[Array, " m"] | None,
+    group_sizes: Int32[Array, " g"],
+    dtype,
+    *,
+    lhs_of_rows: bool,
+) -> Float[Array, "m n"]:
+    """-> acc * lhs_factor * rhs_factor + row_weights * bias: rows of values, as `dequantize_interleaved` gives them,
+    times the packed weights of their group. c is a multiple of 64; lhs_factor [m] if lhs_of_rows, else [g]."""
+    out = jax.ShapeDtypeStruct((values.shape[0], codes.shape[1]), dtype)
+    operands = values, codes, block_scale, lhs_factor, rhs_factor, _or_absent(bias), _or_absent(row_weights)
+    return _product("jax_fp4_grouped_matmul", out, (*operands, group_sizes), lhs_of_rows=np.bool_(lhs_of_rows))
+
+
+def grouped_matmul_bf16(
+    x: BFloat16[Array, "m k"],
+    w: BFloat16[Array, "g i j"],
+    bias: Float32[Array, "g n"] | None,
+    row_weights: Float32[Array, " m"] | None,
+    group_sizes: Int32[Array, " g"],
+    dtype,
+    *,
+    transposed: bool,
+) -> Float[Array, "m n"]:
+    """-> x w + row_weights * bias for the rows of each group, w [g, k, n] or, transposed, [g, n, k]. k and the last
+    axis of w are multiples of 8."""
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if transposed else 2]), dtype)
+    operands = x, w, _or_absent(bias), _or_absent(row_weights), group_sizes
+    return _product("jax_fp4_grouped_matmul_bf16", out, operands, transposed=np.bool_(transposed))
+
+
+def grouped_contraction(
+    lhs: BFloat16[Array, "..."],
+    rhs: BFloat16[Array, "..."],
+    lhs_factor: Float32[Array, " g"] | Float32[Array, "g k"] | None,
+    rhs_factor: Float32[Array, " g"] | Float32[Array, "g n"] | None,
+    group_sizes: Int32[Array, " g"],
+    m: int,
+    dtype,
+    *,
+    rows_last: bool,
+) -> Float[Array, "g k n"]:
+    """-> acc * lhs_factor * rhs_factor, acc of each group the transpose of its rows of lhs [m, k] times its rows of rhs
+    [m, n], both multiples of 8. rows_last: lhs [k, P] and rhs [n, P] stored column-wise, padding and all. Sizes are cut
+    at m."""
+    rows = 0 if rows_last else 1
+    out = jax.ShapeDtypeStruct((group_sizes.shape[0], lhs.shape[rows], rhs.shape[rows]), dtype)
+    operands = lhs, rhs, _or_absent(lhs_factor), _or_absent(rhs_factor), group_sizes
+    return _product("jax_fp4_grouped_contraction", out, operands, rows_last=np.bool_(rows_last), m=np.int64(m))
+
+
+def _product(target: str, out, operands, **attributes):
+    # One call takes one set of sizes, and has no batch.
+    return jax.ffi.ffi_call(target, out, vmap_method="sequential")(*operands, **attributes)
+
+
+def _or_absent(operand):
+    return jnp.zeros(0, jnp.float32) if operand is None else operand
 
 
 def _call(target: str, results, operands, **attributes):
@@ -208,44 +329,6 @@ def _attributes(q: Quantization, amax, group_sizes) -> dict[str, np.generic]:
         "given_amax": np.bool_(amax is not None),
         "grouped": np.bool_(group_sizes is not None),
     }
-
-
-# A primitive that no platform can run: it may be traced, and raises when it is lowered. So a program traced once is
-# refused only where it is lowered for a platform that lacks what was asked for.
-_refuse_p = core.Primitive("jax_fp4_refuse")
-_refuse_p.multiple_results = True
-
-
-@_refuse_p.def_abstract_eval
-def _(*_, results, text):
-    return [ShapedArray(shape, dtype) for shape, dtype in results]
-
-
-def _refuse_lowering(context, *_, results, text):
-    platforms = context.platforms or context.module_context.platforms
-    raise UnsupportedError(text.format(platform=", ".join(platforms)))
-
-
-def _refuse_batching(arguments, dimensions, *, results, text):
-    size = next(a.shape[d] for a, d in zip(arguments, dimensions, strict=True) if d is not None)
-    batched = tuple(((size, *shape), dtype) for shape, dtype in results)
-    return _refuse_p.bind(*arguments, results=batched, text=text), [0] * len(results)
-
-
-mlir.register_lowering(_refuse_p, _refuse_lowering)
-batching.primitive_batchers[_refuse_p] = _refuse_batching
-
-
-def refuse(function, text: str):
-    """A stand-in for `function` with its result shapes, which raises UnsupportedError(text) when it is lowered."""
-
-    def refused(*arguments):
-        shapes = jax.eval_shape(function, *arguments)
-        leaves, tree = jax.tree.flatten(shapes)
-        results = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        return jax.tree.unflatten(tree, _refuse_p.bind(*jax.tree.leaves(arguments), results=results, text=text))
-
-    return refused
 
 
 isa = _cpu.isa

@@ -145,8 +145,11 @@ def gradients(
         along_n, along_m = quantize_gradient(dy, recipe, kept.seed, needs, group_sizes)
     x_dtype, kernel_dtype = dtypes
     x, kernel = (_with_scale_type(part, jnp.float8_e4m3fn) for part in (kept.x, kept.kernel))
-    dx = _backward_product(along_n, kernel.mT, x_dtype, dy.dtype, group_sizes) if needs.x else None
-    dw = _backward_product(x.mT, along_m, kernel_dtype, dy.dtype, group_sizes) if needs.kernel else None
+    dx = dw = None
+    if needs.x:
+        dx = _backward_product(along_n, kernel.mT, x_dtype, dy.dtype, group_sizes)
+    if needs.kernel:
+        dw = _backward_product(x.mT, along_m, kernel_dtype, dy.dtype, group_sizes, weights=False)
     return dx, dw
 
 
@@ -161,14 +164,14 @@ def quantize_gradient(dy: Float[Array, "m n"], recipe: Recipe, seed, needs: Need
     return None, quantize(dy, axis=0, hadamard=recipe.hadamard, **flags)
 
 
-def _backward_product(lhs, rhs, dtype, compute, group_sizes) -> Array:
+def _backward_product(lhs, rhs, dtype, compute, group_sizes, *, weights: bool = True) -> Array:
     """dx = dy w^T, [m,k] = [m,n] @ [n,k], or dw = x^T dy, [k,n] = [k,m] @ [m,n]; with groups [m,n] @ [g,n,k] and
     [g,k,n]. What is no array is quantized along the contracted axis beside a quantized dy, and blocked along any axis
-    beside dy itself, which it meets in the compute dtype."""
+    beside dy itself, which it meets in the compute dtype. weights: rhs is w."""
     if group_sizes is not None:
         return grouped_product(lhs, rhs, group_sizes, dtype, compute=compute, transposed=rhs.ndim == 3)
     lhs, rhs = (a if isinstance(a, QuantizedTensor) else a.astype(compute) for a in (lhs, rhs))
-    return product(lhs, rhs, dtype)
+    return product(lhs, rhs, dtype, weights=weights)
 
 
 def is_frozen(kernel: Any) -> bool:

@@ -24,6 +24,7 @@ from jax_fp4._arguments import (
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import Support, UnsupportedError, is_strict, message
 from jax_fp4._formats import BLOCK, PACK, Quantization, grouped_extent, padded, stored
+from jax_fp4._lowering import refuse
 from jax_fp4._recipe import FourOverSix, check_choice
 
 NATIVE = ("quantize", "quantize_transpose", "dequantize")
@@ -218,15 +219,29 @@ def _decode_grouped_blocks(q: QuantizedTensor, dtype, implementation: Implementa
 
 
 def supported(op: str, platform: str) -> Support:
-    """Whether `op` has a native implementation on `platform` ("cpu", "cuda", ...); False says what runs instead."""
+    """Whether `op` has a native implementation on `platform` ("cpu", "cuda", ...); False says what runs instead.
+
+    The reason of a product says what multiplies. Its kernels are for Hopper (sm_90a), and all GPUs of the process must
+    be; without any, the answer is that for a program lowered here to run on one.
+    """
     check_choice("supported", "op", op, OPS, "these are the operations")
-    dot = "" if op in NATIVE else " with XLA's dot"
     if platform == "cpu":
+        dot = "" if op in NATIVE else " with XLA's dot"
         return Support(True, f"native handlers, {_ffi.isa()}{dot}")
     if platform == "cuda" and not _ffi.cuda_missing:
-        return Support(True, f"native kernels for {_ffi.cuda_archs()}{dot}")
+        products = "" if op in NATIVE else f"; {_products_on_cuda(op.startswith('grouped'))}"
+        return Support(True, f"native kernels for {_ffi.cuda_archs()}{products}")
     why = _ffi.cuda_missing if platform == "cuda" else f"no kernel for {platform} in this version"
     return Support(False, f"{why}: the traceable reference runs, strict() refuses it")
+
+
+def _products_on_cuda(grouped: bool) -> str:
+    dot = "a loop of XLA's dot" if grouped else "XLA's dot"
+    if why := _ffi.hopper_missing():
+        return f"products with {dot} ({why})"
+    native = "products on sm_90a" if grouped else "quantized rows times packed weights on sm_90a"
+    rest = "those of float32 and float16" if grouped else "other products"
+    return f"{native}, {rest} with {dot}"
 
 
 # --- choosing and calling ---
@@ -261,13 +276,13 @@ def _implementation(op: str, implementation: Implementation, strict: bool, **sta
             )
         case "cpu" | "cuda":
             why = f"the handler named by implementation='{implementation}' runs on {implementation.upper()} only"
-            otherwise = _ffi.refuse(
+            otherwise = refuse(
                 native, message(op, "platform", "{platform}", implementation, why, "implementation=None")
             )
             platforms = (implementation,)
         case None if strict:
             why, fix = "no kernel exists for it and strict() forbids the reference", "implementation='reference'"
-            otherwise = _ffi.refuse(native, message(op, "platform", "{platform}", " or ".join(platforms), why, fix))
+            otherwise = refuse(native, message(op, "platform", "{platform}", " or ".join(platforms), why, fix))
         case None:
             otherwise = fallback
         case _:

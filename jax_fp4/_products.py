@@ -1,21 +1,22 @@
 """matmul and grouped_matmul: products of quantized and high-precision operands, accumulated in float32."""
 
+import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from jax_fp4 import _groups, _ragged, reference
-from jax_fp4._arguments import check_float, check_group_sizes, check_quantized, float_dtype
+from jax_fp4 import _groups, _hopper, _ragged, reference
+from jax_fp4._arguments import check_group_sizes
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
 from jax_fp4._formats import BLOCK, PACK
+from jax_fp4._operands import check_groups, check_operand, check_transforms, result_dtype
 from jax_fp4._ops import amax_of_rows, decode, dequantize
 from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
 
@@ -28,12 +29,15 @@ def matmul(lhs, rhs, *, preferred_element_type=None):
     operand beside an array is dequantized to the array's dtype. The result has `preferred_element_type`, by default
     the promoted dtype of the operands. dx = matmul(dy, w.mT), dw = matmul(x.mT, dy).
 
+    XLA's dot multiplies; on Hopper a kernel that reads rhs packed does, where both operands are quantized, rhs is one
+    matrix and not transformed, nothing is empty and no jax.vmap is around it (`supported` says whether it is there).
+
     Raises ValueError where the contracted extents differ, an operand is blocked along another axis, a format is not
     known, or one operand alone is Hadamard-transformed. Not differentiable in quantized operands.
     """
     op = "matmul"
     for name, operand, axis in (("lhs", lhs, -1), ("rhs", rhs, 0)):
-        _check_operand(op, name, operand, axis)
+        check_operand(op, name, operand, axis)
         if isinstance(operand, QuantizedTensor) and operand.grouped:
             why = "each of its groups has scales of its own"
             raise ValueError(message(op, name, "grouped", "one tensor", why, "grouped_matmul"))
@@ -44,7 +48,7 @@ def matmul(lhs, rhs, *, preferred_element_type=None):
     if rhs.ndim > 2 and rhs.shape[:-2] != lhs.shape[:-2]:
         shown, needs = f"of shape {rhs.shape}", f"two axes or the leading axes {lhs.shape[:-2]}"
         raise ValueError(message(op, "rhs", shown, needs, "batches pair up", "jax.vmap"))
-    return product(lhs, rhs, _result_dtype(op, lhs, rhs, preferred_element_type))
+    return product(lhs, rhs, result_dtype(op, lhs, rhs, preferred_element_type))
 
 
 def grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type=None):
@@ -63,12 +67,16 @@ def grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type=None):
     afterwards; a quantized operand beside an array is dequantized to the array's dtype. The result has
     `preferred_element_type`, by default the promoted dtype of the operands.
 
+    A loop of XLA's dot multiplies; on Hopper a kernel does, where both operands are quantized or the promoted dtype is
+    bfloat16, nothing is empty and there are at most 1024 groups (`supported` says whether it is there). jax.vmap then
+    calls it once for each entry.
+
     Differentiable in arrays, in reverse mode; the gradient's products round dy to the dtype of the forward's operands.
     Raises TypeError and ValueError for operands that do not fit each other.
     """
     op = "grouped_matmul"
     for name, operand, axis in (("lhs", lhs, -1), ("rhs", rhs, 0)):
-        _check_operand(op, name, operand, axis)
+        check_operand(op, name, operand, axis)
     if lhs.ndim != 2 or rhs.ndim not in (2, 3):
         shown, needs = f"of shapes {lhs.shape} and {rhs.shape}", "[m, k] and [g, k, n], or [k, m] and [m, n]"
         why, fix = "rows or their contraction are grouped", "x.reshape(-1, k)"
@@ -78,30 +86,48 @@ def grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type=None):
         why = f"lhs {lhs.shape} is contracted along its last axis"
         fix = "operands whose contracted extents are equal (dw: x.mT and dy, dx: dy and w.mT)"
         raise ValueError(message(op, "rhs", f"of shape {rhs.shape}", f"{lhs.shape[-1]} rows", why, fix))
-    _check_groups(op, lhs, rhs, group_sizes)
-    out = _result_dtype(op, lhs, rhs, preferred_element_type)
+    check_groups(op, lhs, rhs, group_sizes)
+    out = result_dtype(op, lhs, rhs, preferred_element_type)
     return grouped_product(lhs, rhs, jnp.asarray(group_sizes), out)
 
 
-def product(lhs, rhs, dtype, bias=None):
+def product(lhs, rhs, dtype, bias=None, *, weights: bool = True):
     """`matmul` without its checks, with a bias [n] added in float32 before the cast to `dtype`. A quantized operand
-    beside an array may be blocked along either axis."""
-    _check_transforms("matmul", lhs, rhs)
-    batch = rhs.ndim - 2
-    if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
-        # val x scale has at most 6 significant bits: exact in bfloat16, and a product of two is exact in float32. The
-        # padding is multiplied too: it is zero, or after a transform belongs to the data.
-        length = PACK * lhs.codes.shape[-1]
-        a, b = (decode(q, jnp.bfloat16, length, product_form=True) for q in (lhs, rhs))
-        column, row = (reference.tensor_factor(q.amax, q.codes.ndim, q.bound) for q in (lhs, rhs))
-        acc = _dot(a, b, batch, rhs_contracts=-1)
-        return _epilogue(acc, column, jnp.swapaxes(row, -1, -2), dtype, bias)
+    beside an array may be blocked along either axis. weights: rhs may be weights, for which Hopper has a kernel; the
+    operands of a weight gradient are both decoded, and multiplied by XLA's dot."""
+    check_transforms("matmul", lhs, rhs)
+    if _both_quantized(lhs, rhs):
+        weights = weights and rhs.ndim == 2 and not rhs.hadamard
+        if weights and _hopper.takes(1, math.prod(lhs.shape[:-1]), rhs.shape[1], lhs.shape[-1]):
+            # Under vmap a dot has batches, the kernel has none.
+            return _hopper.chosen(_quantized_on_hopper, _quantized, dtype, lhs, rhs, bias, batched=False)
+        return _quantized(lhs, rhs, bias, dtype)
     compute = lhs.dtype if isinstance(rhs, QuantizedTensor) else rhs.dtype
     a = dequantize(lhs, compute) if isinstance(lhs, QuantizedTensor) else lhs
     # In its stored orientation, so that no transpose of a weight is written.
     b = decode(rhs, compute, rhs.extent) if isinstance(rhs, QuantizedTensor) else rhs
-    acc = _dot(a, b, batch, rhs_contracts=-1 if isinstance(rhs, QuantizedTensor) and rhs.axis == 0 else -2)
+    contracts = -1 if isinstance(rhs, QuantizedTensor) and rhs.axis == 0 else -2
+    acc = _dot(a, b, rhs.ndim - 2, contracts)
     return (acc if bias is None else acc + along_last(bias.astype(jnp.float32), acc.ndim)).astype(dtype)
+
+
+def _quantized(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, static: np.dtype):
+    """In the dtype `static`, by XLA's dot."""
+    # val x scale has at most 6 significant bits: exact in bfloat16, and a product of two is exact in float32. The
+    # padding is multiplied too: it is zero, or after a transform belongs to the data.
+    length = PACK * lhs.codes.shape[-1]
+    a, b = (decode(q, jnp.bfloat16, length, product_form=True) for q in (lhs, rhs))
+    column, row = (reference.tensor_factor(q.amax, q.codes.ndim, q.bound) for q in (lhs, rhs))
+    acc = _dot(a, b, rhs.ndim - 2, -1)
+    return _epilogue(acc, column, jnp.swapaxes(row, -1, -2), static, bias)
+
+
+def _quantized_on_hopper(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, static: np.dtype):
+    """The same as one group of rows."""
+    m, n = math.prod(lhs.shape[:-1]), rhs.shape[1]
+    bias = None if bias is None else bias.astype(jnp.float32)[None]
+    y = _hopper.quantized_rows(lhs, rhs, bias, None, jnp.full(1, m, jnp.int32), static)
+    return y.reshape(*lhs.shape[:-1], n)
 
 
 def along_last(bias: Float[Array, " n"], ndim: int):
@@ -116,7 +142,7 @@ def grouped_product(
     [g, n] is added in float32 before the cast to `dtype`, times the float32 weight [m] of each row if there are any.
     A quantized operand beside an array may be blocked along either axis. transposed: rhs is the transpose of an array
     in memory (dx = dy @ w.mT), which is then read as it lies; otherwise XLA writes the transpose of all experts."""
-    _check_transforms("grouped_matmul", lhs, rhs)
+    check_transforms("grouped_matmul", lhs, rhs)
     if compute is None:
         compute = jnp.promote_types(lhs.dtype, rhs.dtype)
         for operand, other in ((lhs, rhs), (rhs, lhs)):
@@ -200,10 +226,59 @@ def dots_with_groups(x: Float[Array, "m n"], bias: Float[Array, "g n"], group_si
     return jnp.where(group < groups, dots, 0)
 
 
+# --- groups: on Hopper one call, elsewhere a loop of XLA's dots ---
+
+
 def _rows(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     """[m,n] = [m,k] @ [g,k,n] for each group."""
+    operands = lhs, rhs, bias, bias_weights, group_sizes
+    if _has_kernel(lhs, rhs, group_sizes, static):
+        return _hopper.chosen(_rows_on_hopper, _rows_by_loops, static, *operands)
+    return _rows_by_loops(*operands, static)
+
+
+def _contraction(lhs, rhs, group_sizes, static: _Static):
+    """[g,k,n] = [k,m] @ [m,n] over the rows of each group."""
+    if _has_kernel(lhs, rhs, group_sizes, static):
+        return _hopper.chosen(_contraction_on_hopper, _contraction_by_loops, static, lhs, rhs, group_sizes)
+    return _contraction_by_loops(lhs, rhs, group_sizes, static)
+
+
+def _has_kernel(lhs, rhs, group_sizes, static: _Static) -> bool:
+    """Tensor cores multiply bfloat16, in which the codes of two quantized operands are exact."""
+    exact = _both_quantized(lhs, rhs) or static.compute == jnp.bfloat16
+    return exact and _hopper.takes(group_sizes.shape[0], *lhs.shape, rhs.shape[-1])
+
+
+def _both_quantized(lhs, rhs) -> bool:
+    return isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor)
+
+
+def _rows_on_hopper(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
+    bias = None if bias is None else bias.astype(jnp.float32)
+    weights = None if bias_weights is None else bias_weights.astype(jnp.float32)
+    if _both_quantized(lhs, rhs):
+        return _hopper.quantized_rows(lhs, rhs, bias, weights, group_sizes, static.dtype)
+    if isinstance(rhs, QuantizedTensor):  # in its stored orientation
+        w, transposed = decode(rhs, static.compute, rhs.extent), rhs.axis == 0
+    else:
+        w, transposed = (rhs.mT if static.transposed else rhs).astype(static.compute), static.transposed
+    x = _values(lhs, static.compute)
+    return _hopper.rows(x, w, bias, weights, group_sizes, static.dtype, transposed=transposed)
+
+
+def _contraction_on_hopper(lhs, rhs, group_sizes, static: _Static):
+    if not _both_quantized(lhs, rhs):
+        a, b = _values(lhs, static.compute).mT, _values(rhs, static.compute)
+        return _hopper.contraction(a, b, group_sizes, static.dtype)
+    a, b = (decode(q, jnp.bfloat16, PACK * q.codes.shape[-1], product_form=True) for q in (lhs, rhs))
+    column, row = (reference.tensor_factor(q.amax, 3, q.bound) for q in (lhs, rhs))
+    return _hopper.quantized_contraction(a, b, column, row, group_sizes, lhs.shape[-1], static.dtype)
+
+
+def _rows_by_loops(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[-1]), static.dtype)
-    both = isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor)
+    both = _both_quantized(lhs, rhs)
     column = row = None
     if both:
         a = decode(lhs, jnp.bfloat16, PACK * lhs.codes.shape[-1], product_form=True)
@@ -237,11 +312,10 @@ def _rows(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     return _ragged.rows(a, of_rows, of_groups, group_sizes, out, weight, finish)
 
 
-def _contraction(lhs, rhs, group_sizes, static: _Static):
-    """[g,k,n] = [k,m] @ [m,n] over the rows of each group."""
+def _contraction_by_loops(lhs, rhs, group_sizes, static: _Static):
     groups, m = group_sizes.shape[0], lhs.shape[-1]
     out = jax.ShapeDtypeStruct((groups, lhs.shape[0], rhs.shape[-1]), static.dtype)
-    if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
+    if _both_quantized(lhs, rhs):
         a, b = (decode(q, jnp.bfloat16, PACK * q.codes.shape[-1], product_form=True) for q in (lhs, rhs))
         # Each group's columns, with the padding of its last block: zero, or after a transform part of the data.
         layout = _groups.columns(group_sizes, m)
@@ -271,73 +345,3 @@ def _epilogue(acc, column, row, dtype, bias):
 def _dot(a, b, batch: int, rhs_contracts: int):
     contract, batches = ((a.ndim - 1,), (b.ndim + rhs_contracts,)), (tuple(range(batch)), tuple(range(batch)))
     return lax.dot_general(a, b, (contract, batches), preferred_element_type=jnp.float32)
-
-
-# --- checks ---
-
-
-def _result_dtype(op: str, lhs, rhs, preferred) -> np.dtype:
-    if preferred is None:
-        return jnp.promote_types(lhs.dtype, rhs.dtype)
-    return float_dtype(op, "preferred_element_type", preferred, "a float32 sum is rounded to it")
-
-
-def _check_operand(op: str, name: str, operand: Any, axis: int) -> None:
-    """An operand of a product: an array, or quantized along the contracted axis."""
-    if not isinstance(operand, QuantizedTensor):
-        check_float(op, name, operand)
-    else:
-        check_quantized(op, name, operand)
-        if operand.axis != axis:
-            why = "both operands are blocked along the contracted dimension"
-            fix = f"{name}.mT, or quantize(x, axis={axis})"
-            raise ValueError(message(op, name, f"blocked along axis {operand.axis}", f"axis={axis}", why, fix))
-    if operand.ndim < 2:
-        shown, fix = f"of shape {operand.shape}", "x[None, :]"
-        raise ValueError(message(op, name, shown, "at least two axes", "it is a matrix product", fix))
-
-
-def _check_transforms(op: str, lhs, rhs) -> None:
-    transformed = [isinstance(operand, QuantizedTensor) and operand.hadamard for operand in (lhs, rhs)]
-    if transformed[0] != transformed[1]:
-        shown = f"{transformed[0]} of lhs and {transformed[1]} of rhs"
-        why = "the transform cancels only between two transformed operands"
-        raise ValueError(
-            message(op, "hadamard", shown, "both or neither", why, "quantize both with the same hadamard=")
-        )
-
-
-def _check_groups(op: str, lhs, rhs, group_sizes) -> None:
-    """Quantized operands are grouped as their place in the product needs, and with the same sizes."""
-    rows = rhs.ndim == 3
-    for name, q in (("lhs", lhs), ("rhs", rhs)):
-        if not isinstance(q, QuantizedTensor):
-            continue
-        if rows and name == "rhs":
-            if q.amax.shape[:1] != q.shape[:1] or q.grouped:
-                why = "each group has a matrix of its own"
-                shown, fix = repr(q), "quantize(w, axis=0, batch_dims=1)"
-                raise ValueError(message(op, name, shown, "an amax for each group", why, fix))
-        elif (rows and q.grouped == "blocks") or (not rows and q.grouped != "blocks"):
-            needs = "groups along its rows, or none" if rows else "groups along its blocks"
-            why = "blocks run along the contracted axis" if rows else "the contracted rows of a group fill whole blocks"
-            fix = f"quantize(x, axis={-1 if rows else 0}, group_sizes=group_sizes)"
-            raise ValueError(message(op, name, repr(q), needs, why, fix))
-        elif q.grouped:
-            _check_same_sizes(op, name, q.group_sizes, group_sizes)
-
-
-def _on_host(a) -> bool:
-    """Whether a's values can be read without waiting for an accelerator."""
-    return isinstance(a, np.ndarray) or (
-        not isinstance(a, Tracer) and all(device.platform == "cpu" for device in a.devices())
-    )
-
-
-def _check_same_sizes(op: str, name: str, own, given) -> None:
-    """The sizes that an operand was quantized with are those of the product; values, where they are known."""
-    known = own is not given and all(_on_host(sizes) for sizes in (own, given))
-    if own.shape != given.shape or (known and not np.array_equal(np.asarray(own), np.asarray(given))):
-        shown = f"{given} beside {name}.group_sizes {own}" if known else f"of shape {given.shape}"
-        why = f"{name} was quantized in these groups"
-        raise ValueError(message(op, "group_sizes", shown, "the sizes of the operand", why, f"{name}.group_sizes"))

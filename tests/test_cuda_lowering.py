@@ -7,34 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from installations import calls, forget, lowered, pretend
 
 import jax_fp4 as fp4
-from jax_fp4 import _ffi, _ops
+from jax_fp4 import _ffi
 from jax_fp4._activations import NAMES
 
 
 @pytest.fixture(params=[True, False], ids=["with extension", "without"])
 def extension(request, monkeypatch):
     """As an installation with the CUDA extension would lower, and as one without."""
-    monkeypatch.setattr(_ffi, "cuda_missing", "" if request.param else "this installation has no CUDA extension")
-    _forget()
+    pretend(monkeypatch, "sm_80" if request.param else None)
     yield request.param
-    _forget()
-
-
-def _forget():
-    """Traces made for the other kind of installation."""
-    _ops._implementation.cache_clear()
-    _ops._made.cache_clear()
-    jax.clear_caches()
-
-
-def calls(function, *arguments, platform="cuda"):
-    return re.findall(r"custom_call @(jax_fp4_\w+)", lowered(function, *arguments, platform=platform))
-
-
-def lowered(function, *arguments, platform="cuda"):
-    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+    forget()
 
 
 X = jnp.ones((32, 64), jnp.bfloat16)

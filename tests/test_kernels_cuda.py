@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from required import missing
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "xla_ffi" / "kernels").glob("*.cu"))
 CMAKE = (ROOT / "xla_ffi" / "CMakeLists.txt").read_text()
+CHECKED = [sys.executable, str(ROOT / "xla_ffi" / "nvcc_checked.py")]  # as the build launches nvcc
 
 
 def setting(pattern: str, text: str = CMAKE) -> str:
@@ -61,7 +63,7 @@ def test_kernels_compile(nvcc, arch, tmp_path):
         spills = ["-Xptxas=-warn-spills"] if hopper and "tiles" in source.stem else []
         target = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-c" if hopper else "-cubin"]
         command = [nvcc, *FLAGS, *spills, *target, str(source), "-o", str(tmp_path / source.stem)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run([*CHECKED, *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{source.name} for sm_{arch}\n{done.stdout}{done.stderr}"
 
 
@@ -83,3 +85,27 @@ def test_a_spill_is_seen(nvcc, tmp_path):
     done = subprocess.run([*command, "-Xptxas=-warn-spills"], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "spill" in done.stderr
+
+
+def test_a_serialised_product_is_seen(nvcc, tmp_path):
+    """The build fails where ptxas cannot keep warpgroup products under way: here one is conditional."""
+    source = tmp_path / "serialised.cu"
+    source.write_text(f"""
+        #include "{ROOT / "xla_ffi" / "kernels" / "wgmma.cuh"}"
+        using namespace jax_fp4::cuda;
+        __global__ void __launch_bounds__(128) products(float* out, uint32_t a, uint32_t b, int steps) {{
+          float sums[32] = {{}};
+          wgmma_fence();
+        #pragma unroll
+          for (int s = 0; s < 4; ++s)
+            if (s < steps) Wgmma<64>::from_shared<false, false>(sums, a + s, b + s);
+          wgmma_commit();
+          wgmma_wait<0>();
+          for (int i = 0; i < 32; ++i) out[i * 128 + threadIdx.x] = sums[i];
+        }}
+    """)
+    assert "nvcc_checked.py" in CMAKE
+    command = [nvcc, *FLAGS, "-gencode=arch=compute_90a,code=sm_90a", "-cubin", str(source), "-o", str(tmp_path / "o")]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    done = subprocess.run([*CHECKED, *command], capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "serialise" in done.stderr

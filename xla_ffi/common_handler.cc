@@ -133,7 +133,7 @@ FormBuffers check_form(Checks& checks, const QuantizeOperands& o, const Quantize
 DequantizeProblem check_dequantize(Checks& checks, const ffi::AnyBuffer& codes,
                                    const ffi::AnyBuffer& block_scale, const ffi::AnyBuffer& amax,
                                    ffi::AnyBuffer out, int32_t bound, bool row_scaled,
-                                   bool product_form) {
+                                   bool product_form, bool interleaved) {
   DequantizeProblem o = {};
   o.bound = bound;
   o.row_scaled = row_scaled;
@@ -151,7 +151,12 @@ DequantizeProblem check_dequantize(Checks& checks, const ffi::AnyBuffer& codes,
   checks.shape("block_scale", block_scale, ffi::DataType::F8E4M3FN, batch, {o.rows, o.blocks});
   checks.shape("codes", codes, ffi::DataType::U8, batch, {o.rows, o.blocks * kBlockCodeBytes});
   checks.shape("out", out, out.element_type(), batch, {o.rows, o.extent});
-  checks.require(o.extent <= o.blocks * kBlock, "out is wider than the codes");
+  if (interleaved) {
+    checks.require(o.extent == ceil_div(o.blocks, 4) * 64, "out is not whole 64s of the codes");
+    checks.require(o.out_dtype == DType::kBF16, "out must be bfloat16 where it is interleaved");
+  } else {
+    checks.require(o.extent <= o.blocks * kBlock, "out is wider than the codes");
+  }
   std::vector<int64_t> amax_tail;
   if (product_form) amax_tail.push_back(0);
   if (!product_form && row_scaled) amax_tail.push_back(o.rows);

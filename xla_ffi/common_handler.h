@@ -92,7 +92,7 @@ FormBuffers check_form(Checks& checks, const QuantizeOperands& operands,
 DequantizeProblem check_dequantize(Checks& checks, const ffi::AnyBuffer& codes,
                                    const ffi::AnyBuffer& block_scale, const ffi::AnyBuffer& amax,
                                    ffi::AnyBuffer out, int32_t bound, bool row_scaled,
-                                   bool product_form);
+                                   bool product_form, bool interleaved = false);
 
 }  // namespace jax_fp4
 

@@ -1,15 +1,11 @@
-// The handlers of the module _cuda, for platform CUDA: checks, scratch from XLA's allocator,
+// The quantizers of the module _cuda, for platform CUDA: checks, scratch from XLA's allocator,
 // launch. Nothing is synchronised and no device memory is read, so each may be captured in a CUDA
 // graph. A negative given amax is therefore not refused here: its block scales are clamped like any
 // other.
-#include <cuda_runtime_api.h>
+#include "cuda_handler.h"
 
 #include <initializer_list>
 #include <type_traits>
-
-#include "common_handler.h"
-#include "kernels/dequantize.h"
-#include "kernels/quantize_transpose.h"
 
 namespace jax_fp4 {
 
@@ -26,57 +22,6 @@ struct AxisActivateAttributes : ActivateAttributes {
 };
 
 namespace {
-
-// Makes the device of the call current while it lives.
-class OnDevice {
- public:
-  explicit OnDevice(int32_t ordinal) {
-    status_ = cudaGetDevice(&before_);
-    if (status_ == cudaSuccess && before_ != ordinal) {
-      status_ = cudaSetDevice(ordinal);
-      changed_ = status_ == cudaSuccess;
-    }
-  }
-  ~OnDevice() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
-  cudaError_t status() const { return status_; }
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-  cudaError_t status_;
-};
-
-ffi::Error failed(const char* op, const char* what) {
-  return ffi::Error(ffi::ErrorCode::kInternal, std::string(op) + ": " + what);
-}
-
-template <class Problem>
-ffi::Error launch(const char* op, cudaError_t (*launcher)(const Problem&, void*, cudaStream_t),
-                  const Problem& problem, ffi::ScratchAllocator& allocator, int32_t ordinal,
-                  cudaStream_t stream) {
-  const OnDevice device(ordinal);
-  if (device.status() != cudaSuccess) return failed(op, cudaGetErrorString(device.status()));
-  void* scratch = nullptr;
-  if (const int64_t bytes = cuda::scratch_bytes(problem); bytes > 0) {
-    const auto allocated = allocator.Allocate(static_cast<size_t>(bytes), 16);
-    if (!allocated.has_value())
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                        std::string(op) + ": no device memory for " + std::to_string(bytes) +
-                            " bytes of scratch");
-    scratch = *allocated;
-  }
-  const cudaError_t status = launcher(problem, scratch, stream);
-  // The second is what queries about a kernel say of it.
-  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction)
-    return failed(op, "this build has no kernel for the GPU's architecture; it has " JAX_FP4_ARCHS
-                      ". Build with JAX_FP4_CUDA_ARCHS.");
-  return status == cudaSuccess ? ffi::Error::Success() : failed(op, cudaGetErrorString(status));
-}
 
 cuda::QuantizeProblem quantize_problem(const QuantizeOperands& o, const QuantizeAttributes& a) {
   cuda::QuantizeProblem p = {};
@@ -111,12 +56,6 @@ cuda::StoredForm stored_form(const FormBuffers& from) {
   return form;
 }
 
-// The kernels' contract for such buffers is 16: several of them move what they can in such pieces.
-void require_aligned(Checks& checks, const std::string& name, const void* data) {
-  checks.require(reinterpret_cast<uintptr_t>(data) % 16 == 0,
-                 name + " does not begin at a multiple of 16 bytes");
-}
-
 // Checks h [*B, m, 2 k] or [*B, m, k] and weights [*B, m] or [*B, 0], and makes of operands of h
 // those of x [*B, m, k].
 cuda::ActivatedInput check_activation(Checks& checks, const ffi::AnyBuffer& weights,
@@ -140,15 +79,6 @@ cuda::ActivatedInput check_activation(Checks& checks, const ffi::AnyBuffer& weig
   input.weights = a.weighted ? static_cast<const float*>(weights.untyped_data()) : nullptr;
   return input;
 }
-
-// What every handler gets from its context.
-struct Context {
-  cudaStream_t stream;
-  int32_t ordinal;
-  ffi::ScratchAllocator& scratch;
-};
-
-using Out = ffi::Result<ffi::AnyBuffer>;
 
 // One stored form: its amax operand and its results.
 struct Buffers {
@@ -186,8 +116,7 @@ ffi::Error run_quantize(const char* op, const Context& context, ffi::AnyBuffer x
     require_aligned(checks, "block_scale" + suffix, stored.block_scale);
   }
   if (!checks.ok()) return checks.error();
-  return launch(op, cuda::launch_quantize_transpose, problem, context.scratch, context.ordinal,
-                context.stream);
+  return launch(op, cuda::launch_quantize_transpose, problem, context);
 }
 
 // One form along attributes.axis.
@@ -249,25 +178,19 @@ ffi::Error activate_quantize_transpose_impl(cudaStream_t stream, int32_t ordinal
 
 ffi::Error dequantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch,
                            ffi::AnyBuffer codes, ffi::AnyBuffer block_scale, ffi::AnyBuffer amax,
-                           ffi::Result<ffi::AnyBuffer> out, int32_t bound, bool row_scaled,
-                           bool product_form) {
+                           Out out, int32_t bound, bool row_scaled, bool product_form,
+                           bool interleaved) {
   constexpr const char* op = "jax_fp4_dequantize";
   Checks checks(op);
-  const DequantizeProblem problem =
-      check_dequantize(checks, codes, block_scale, amax, *out, bound, row_scaled, product_form);
+  checks.require(!interleaved || product_form, "interleaved needs product_form");
+  const DequantizeProblem problem = check_dequantize(checks, codes, block_scale, amax, *out, bound,
+                                                     row_scaled, product_form, interleaved);
   require_aligned(checks, "codes", problem.codes);
   require_aligned(checks, "block_scale", problem.block_scale);
   require_aligned(checks, "out", problem.out);
   if (!checks.ok()) return checks.error();
-  return launch(op, cuda::launch_dequantize, problem, scratch, ordinal, stream);
-}
-
-// The binding of a Context.
-auto in_context() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Ctx<ffi::ScratchAllocator>();
+  return launch(op, interleaved ? cuda::launch_interleave : cuda::launch_dequantize, problem,
+                {stream, ordinal, scratch});
 }
 
 }  // namespace
@@ -352,5 +275,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_dequantize, jax_fp4::dequantize_impl,
                                   .Ret<AnyBuffer>()  // out
                                   .Attr<int32_t>("bound")
                                   .Attr<bool>("row_scaled")
-                                  .Attr<bool>("product_form"),
+                                  .Attr<bool>("product_form")
+                                  .Attr<bool>("interleaved"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -88,7 +88,74 @@ cudaError_t launch(const DequantizeProblem& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+// ---- Interleaved -------------------------------------------------------------------------------
+
+// Of the pairs that four lanes hold, pairs[s] for lane s, each lane gets its own, in the order of
+// the lanes they come from.
+__device__ __forceinline__ void exchange(uint32_t pairs[4], int lane) {
+  uint32_t mine[4];
+  const auto of = [&](int s) {
+    return s == 0 ? pairs[0] : s == 1 ? pairs[1] : s == 2 ? pairs[2] : pairs[3];
+  };
+  uint32_t from[4];
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+    from[step] = __shfl_xor_sync(~0u, of(lane ^ step), step);  // of lane ^ step
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const int step = lane ^ t;
+    mine[t] = step == 0 ? from[0] : step == 1 ? from[1] : step == 2 ? from[2] : from[3];
+  }
+#pragma unroll
+  for (int t = 0; t < 4; ++t) pairs[t] = mine[t];
+}
+
+// One thread a block of sixteen, four of them 64 elements: lane t decodes block t, and stores
+// places 16 t to 16 t + 15.
+__global__ void __launch_bounds__(kThreads)
+    interleave(DequantizeProblem p, int64_t threads, int32_t across) {
+  const int64_t thread = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x;
+  const bool exists = thread < threads;  // for all lanes of four
+  const int64_t row = exists ? thread / across : 0;
+  const int32_t block = static_cast<int32_t>(thread - row * across);
+  const int lane = threadIdx.x % 4;
+  uint64_t codes = 0;
+  float scale = 0.0f;
+  if (exists && block < p.blocks) {
+    codes = reinterpret_cast<const uint64_t*>(p.codes)[row * p.blocks + block];
+    scale = e4m3_decode_signed<float>(p.block_scale[row * p.blocks + block]);
+  }
+  const auto value = [&](int j) {
+    return e2m1_decode<float>(static_cast<uint32_t>(codes >> (4 * j)) & 15u) * scale;
+  };
+  uint32_t pairs[2][4];  // [i][s]: elements 8 (s / 2) + 2 (s % 2) + i, and four on
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const int j = 8 * (s / 2) + 2 * (s % 2) + i;
+      pairs[i][s] = pack_bfloat16(value(j), value(j + 4));
+    }
+    exchange(pairs[i], lane);
+  }
+  if (!exists) return;
+  uint4* out = reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + thread * kBlock);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    __stcs(out + i, make_uint4(pairs[i][0], pairs[i][1], pairs[i][2], pairs[i][3]));
+}
+
 }  // namespace
+
+cudaError_t launch_interleave(const DequantizeProblem& p, void*, cudaStream_t stream) {
+  const int64_t across = p.extent / kBlock, threads = p.batch * p.rows * across;
+  const int64_t grid = ceil_div(threads, kThreads);
+  if (p.extent != ceil_div(p.blocks, 4) * 64 || grid > 0x7FFFFFFF) return cudaErrorInvalidValue;
+  if (threads == 0) return cudaSuccess;
+  interleave<<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(p, threads,
+                                                                   static_cast<int32_t>(across));
+  return cudaGetLastError();
+}
 
 int64_t scratch_bytes(const DequantizeProblem&) { return 0; }
 

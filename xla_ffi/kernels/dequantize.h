@@ -16,6 +16,10 @@ int64_t scratch_bytes(const DequantizeProblem& problem);  // 0
 
 cudaError_t launch_dequantize(const DequantizeProblem& problem, void* scratch, cudaStream_t stream);
 
+// The product form in bfloat16, each 64 elements of a row in the order of gemm_decode.cuh
+// (`interleaved`), zeros up to an extent that is whole 64s.
+cudaError_t launch_interleave(const DequantizeProblem& problem, void* scratch, cudaStream_t stream);
+
 }  // namespace jax_fp4::cuda
 
 #endif  // JAX_FP4_XLA_FFI_KERNELS_DEQUANTIZE_H_

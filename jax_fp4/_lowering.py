@@ -1,0 +1,137 @@
+"""What a program decides when it is lowered: `refuse`, which no platform can run, and `choose`, which CUDA may run
+otherwise. A program is traced once and lowered for any platform, so neither is known while it is traced."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+from jax.core import ShapedArray
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+from jax_fp4._errors import UnsupportedError
+
+# --- refuse ---
+
+_refuse_p = core.Primitive("jax_fp4_refuse")
+_refuse_p.multiple_results = True
+
+
+def refuse(function, text: str):
+    """A stand-in for `function` with its result shapes, which raises UnsupportedError(text) when it is lowered."""
+
+    def refused(*arguments):
+        shapes = jax.eval_shape(function, *arguments)
+        leaves, tree = jax.tree.flatten(shapes)
+        results = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        return jax.tree.unflatten(tree, _refuse_p.bind(*jax.tree.leaves(arguments), results=results, text=text))
+
+    return refused
+
+
+@_refuse_p.def_abstract_eval
+def _(*_, results, text):
+    return [ShapedArray(shape, dtype) for shape, dtype in results]
+
+
+def _refuse_lowering(context, *_, results, text):
+    platforms = context.platforms or context.module_context.platforms
+    raise UnsupportedError(text.format(platform=", ".join(platforms)))
+
+
+def _refuse_batching(arguments, dimensions, *, results, text):
+    size = next(a.shape[d] for a, d in zip(arguments, dimensions, strict=True) if d is not None)
+    batched = tuple(((size, *shape), dtype) for shape, dtype in results)
+    return _refuse_p.bind(*arguments, results=batched, text=text), [0] * len(results)
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)
+batching.primitive_batchers[_refuse_p] = _refuse_batching
+
+
+# --- choose ---
+# Not lax.platform_dependent: it knows no architectures, and leaves its switch in the text of every program.
+
+_choose_p = core.Primitive("jax_fp4_choose")
+_choose_p.multiple_results = True
+
+
+def choose(cuda, otherwise, *, usable: Callable[[], bool], batched: bool = True):
+    """`cuda` where the program is lowered for CUDA and usable() is true then, else `otherwise`, of which the program is
+    what it would be without the choice.
+
+    Both are functions of the same arrays (they close over none), with one result of the same shape and dtype.
+    Derivatives are those of `otherwise`. batched: under vmap both are mapped; False leaves `otherwise` alone, mapped.
+    """
+
+    def chosen(*arguments):
+        leaves, tree = jax.tree.flatten(arguments)
+
+        def flat(function):
+            return lambda *leaves: function(*jax.tree.unflatten(tree, leaves))
+
+        first, second = (jax.make_jaxpr(flat(function))(*leaves) for function in (cuda, otherwise))
+        types = [[(a.shape, a.dtype) for a in jaxpr.out_avals] for jaxpr in (first, second)]
+        assert types[0] == types[1] and len(types[0]) == 1, types
+        return _choose_p.bind(*leaves, cuda=first, otherwise=second, usable=usable, batched=batched)[0]
+
+    return chosen
+
+
+@_choose_p.def_impl
+def _(*arguments, **static):
+    with jax.disable_jit(False):  # which is what leads here, or an eager call
+        return jax.jit(partial(_choose_p.bind, **static))(*arguments)
+
+
+@_choose_p.def_abstract_eval
+def _(*_, otherwise, **__):
+    return otherwise.out_avals
+
+
+def _choose_lowering(context, *arguments, cuda, otherwise, usable, batched):
+    return mlir.lower_fun(core.jaxpr_as_fun(otherwise))(context, *arguments)
+
+
+def _choose_lowering_for_cuda(context, *arguments, cuda, otherwise, usable, batched):
+    return mlir.lower_fun(core.jaxpr_as_fun(cuda if usable() else otherwise))(context, *arguments)
+
+
+def _choose_batching(arguments, dimensions, *, cuda, otherwise, usable, batched):
+    cuda, otherwise = (jax.vmap(core.jaxpr_as_fun(jaxpr), in_axes=tuple(dimensions)) for jaxpr in (cuda, otherwise))
+    if not batched:
+        return otherwise(*arguments), [0]
+    cuda, otherwise = (jax.make_jaxpr(function)(*arguments) for function in (cuda, otherwise))
+    return _choose_p.bind(*arguments, cuda=cuda, otherwise=otherwise, usable=usable, batched=batched), [0]
+
+
+def _choose_jvp(primals, tangents, *, otherwise, **static):
+    result = _choose_p.bind(*primals, otherwise=otherwise, **static)
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    def of_moving(*values):
+        arguments = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            arguments[i] = value
+        return core.jaxpr_as_fun(otherwise)(*arguments)
+
+    at, along = ([a[i] for i in moving] for a in (primals, tangents))
+    return result, jax.jvp(of_moving, at, along)[1]
+
+
+def _choose_dce(used, *more):
+    """Where JAX removes from a program what nobody needs, it does so inside too."""
+    *_, equation = more  # jax 0.12 has another argument before it
+    if not any(used):
+        return [False] * len(equation.invars), None
+    jaxprs = {name: equation.params[name] for name in ("cuda", "otherwise")}
+    for name, jaxpr in jaxprs.items():
+        jaxprs[name] = jaxpr.replace(jaxpr=partial_eval.dce_jaxpr(jaxpr.jaxpr, used, instantiate=True)[0])
+    return [True] * len(equation.invars), equation.replace(params={**equation.params, **jaxprs})
+
+
+mlir.register_lowering(_choose_p, _choose_lowering)
+mlir.register_lowering(_choose_p, _choose_lowering_for_cuda, platform="cuda")
+batching.primitive_batchers[_choose_p] = _choose_batching
+ad.primitive_jvps[_choose_p] = _choose_jvp
+partial_eval.dce_rules[_choose_p] = _choose_dce

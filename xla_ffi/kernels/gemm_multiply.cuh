@@ -1,0 +1,357 @@
+// The kernel's two sides: one warp fetches tiles of both operands, two warpgroups multiply them.
+#ifndef JAX_FP4_XLA_FFI_KERNELS_GEMM_MULTIPLY_CUH_
+#define JAX_FP4_XLA_FFI_KERNELS_GEMM_MULTIPLY_CUH_
+
+#include "gemm_decode.cuh"
+#include "gemm_plan.cuh"
+#include "ptx.cuh"
+#include "tma.cuh"
+#include "wgmma.cuh"
+
+namespace jax_fp4::cuda {
+namespace {
+
+constexpr int kContractedTile = 64;  // a chunk: 128 bytes of bfloat16
+constexpr int kStep = 16;            // of one instruction
+constexpr int kBoxBytes = 64 * kContractedTile * 2;
+constexpr int kQueueBytes = 48;
+
+// How the operand with the columns lies in memory.
+enum class Columns { kPacked, kAlong, kAcross };  // the contraction along its rows, or across them
+
+// A kernel: its operands, its tiles, and how many warpgroups multiply, 64 columns each.
+template <Columns columns, bool contraction, int tile_rows, int groups, int chunks, int stages,
+          int staged>
+struct GemmShape {
+  static constexpr Columns kColumns = columns;
+  static constexpr bool kPacked = columns == Columns::kPacked;
+  static constexpr bool kContraction = contraction;
+  static constexpr bool kRowsAcross = contraction && columns == Columns::kAcross;
+  static constexpr int kTileRows = tile_rows, kGroups = groups;
+  static constexpr int kChunks = chunks, kStages = stages;
+  static constexpr int kTileColumns = 64 * groups;
+  static constexpr int kBoxRows = tile_rows < 64 ? tile_rows : 64;
+  static constexpr int kStagedRows = staged;  // of the result, on their way out
+  static constexpr int kThreads = kGroupThreads * (1 + groups);
+  // Registers of a thread that fetches and of one that multiplies; together those of the launch.
+  static constexpr int kFew = groups == 4 ? 64 : 56;
+  static constexpr int kMany = groups == 2 ? 224 : groups == 3 ? 152 : 104;
+  // Of a chunk: rows of the one operand, columns of the other, block scales.
+  static constexpr int kRowBytes = tile_rows * kContractedTile * 2;
+  static constexpr int kColumnBytes = kTileColumns * kContractedTile * (kPacked ? 1 : 4) / 2;
+  static constexpr int kScaleBytes = kPacked ? kTileColumns * kContractedTile / 16 : 0;
+  // In a stage, of which each part has all chunks; and behind the stages.
+  static constexpr int kColumnsAt = kRowBytes * chunks;
+  static constexpr int kScalesAt = kColumnsAt + kColumnBytes * chunks;
+  static constexpr int kStageBytes = (kScalesAt + kScaleBytes * chunks + 1023) / 1024 * 1024;
+  static constexpr int kOutAt = stages * kStageBytes, kOutBytes = groups * staged * 128;
+  static constexpr int kTableAt = kOutAt + kOutBytes;
+  static constexpr int kBarriersAt = kTableAt + (kPacked ? 4 * cuda::kScaleBytes : 0);
+  static constexpr int kPlanAt = kBarriersAt + 16 * stages + kQueueBytes;
+  static constexpr int bytes(int64_t count) { return kPlanAt + 8 * static_cast<int>(count + 2); }
+};
+
+// The stages, a ring that both sides go round.
+struct Ring {
+  uint32_t memory, full, empty;  // addresses
+  int stage = 0;
+  uint32_t parity = 0;
+
+  template <class S>
+  __device__ __forceinline__ static Ring of(uint32_t memory) {
+    const uint32_t barriers = memory + S::kBarriersAt;
+    return {memory, barriers, barriers + 8 * S::kStages};
+  }
+  template <class S>
+  __device__ __forceinline__ uint32_t stage_memory() const {
+    return memory + stage * S::kStageBytes;
+  }
+  template <class S>
+  __device__ __forceinline__ void advance() {
+    if (++stage == S::kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// Which tiles the block takes: one thread draws them, all that work on one take it from here.
+struct Queue {
+  static constexpr int kSlots = 2;
+  uint32_t slots, full, empty;  // addresses
+  uint32_t turn = 0;
+
+  __device__ __forceinline__ explicit Queue(uint32_t memory)
+      : slots(memory), full(memory + 16), empty(memory + 32) {}
+
+  __device__ __forceinline__ void put(uint32_t index) {
+    const uint32_t slot = turn % kSlots;
+    wait_idly(empty + 8 * slot, turn / kSlots % 2 ^ 1);
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(slots + 4 * slot), "r"(index) : "memory");
+    arrive(full + 8 * slot);
+    ++turn;
+  }
+  // By all lanes of a warp.
+  __device__ __forceinline__ uint32_t take() {
+    const uint32_t slot = turn % kSlots;
+    wait(full + 8 * slot, turn / kSlots % 2);
+    uint32_t index;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(index) : "r"(slots + 4 * slot) : "memory");
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(empty + 8 * slot);
+    ++turn;
+    return __shfl_sync(~0u, index, 0);  // so that the compiler knows it to be one for the warp
+  }
+};
+
+// ---- The side that fetches ---------------------------------------------------------------------
+
+// Boxes of one operand, at most `most`, from `at` on, where nothing is contracted; `c` is the place
+// in what is.
+template <bool kAcross, int most>
+__device__ __forceinline__ void fetch_boxes(uint32_t memory, const CUtensorMap& map, int at, int c,
+                                            int group, int boxes, int lines, uint32_t barrier) {
+#pragma unroll
+  for (int i = 0; i < most; ++i) {
+    if (i >= boxes) break;
+    const int line = at + i * lines;
+    const uint32_t to = memory + i * lines * kContractedTile * 2;
+    if (kAcross) copy_box(to, map, line, c, group, barrier);
+    if (!kAcross) copy_box(to, map, c, line, group, barrier);
+  }
+}
+
+// Begins the copy of 4, 8 or 16 bytes, or of so many zeros.
+template <int bytes>
+__device__ __forceinline__ void copy_few(uint32_t shared, const uint8_t* from, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(bytes),
+               "r"(exists ? bytes : 0)
+               : "memory");
+}
+
+template <class S>
+__device__ __forceinline__ void fetch_tile(const CUtensorMap& columns, const CUtensorMap& rows,
+                                           const Tile& tile, Ring& ring) {
+  const int boxes = (tile.rows + S::kBoxRows - 1) / S::kBoxRows;
+  const uint32_t bytes = S::kChunks * (S::kColumnBytes + boxes * S::kBoxRows * kContractedTile * 2);
+  const int group = S::kContraction ? 0 : tile.group, end = tile.begin + tile.length;
+  for (int c = tile.begin; c < end; c += S::kChunks * kContractedTile, ring.advance<S>()) {
+    const uint32_t memory = ring.stage_memory<S>(), full = ring.full + 8 * ring.stage;
+    const uint32_t to = memory + S::kColumnsAt;
+    wait_idly(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+    arrive_expecting(full, bytes);
+    if (S::kPacked)
+      copy_box(to, columns, c / 2, tile.column, group, full);
+    else if (S::kColumns == Columns::kAlong)
+      copy_box(to, columns, c, tile.column, group, full);
+    else
+      fetch_boxes<true, S::kTileColumns / 64>(to, columns, tile.column, c, group,
+                                              S::kTileColumns / 64, 64, full);
+#pragma unroll
+    for (int i = 0; i < S::kChunks; ++i)
+      fetch_boxes<S::kRowsAcross, S::kTileRows / S::kBoxRows>(memory + i * S::kRowBytes, rows,
+                                                              tile.row, c + i * kContractedTile, 0,
+                                                              boxes, S::kBoxRows, full);
+  }
+}
+
+// The block scales of a tile, by a warp: of each column four bytes a chunk, zeros beyond the
+// operand, since what lies there is multiplied with zeros and must not be NaN.
+template <class S>
+__device__ __forceinline__ void fetch_scales(const GemmTask& task, const Tile& tile, Ring& ring,
+                                             int lane) {
+  constexpr int kLines = S::kTileColumns / 32, kBytes = 4 * S::kChunks;
+  const int width = task.contracted / 16;
+  const bool together = width % kBytes == 0;            // what a stage has of a column is aligned
+  const int lines = task.columns - tile.column - lane;  // of which every 32nd is this lane's
+  const uint8_t* from =
+      task.block_scale + (int64_t{tile.group} * task.columns + tile.column + lane) * width;
+  for (int block = 0; block < width; block += kBytes, ring.advance<S>(), from += kBytes) {
+    const uint32_t to = ring.stage_memory<S>() + S::kScalesAt + lane * kBytes;
+    wait_idly(ring.empty + 8 * ring.stage, ring.parity ^ 1);
+#pragma unroll
+    for (int i = 0; i < kLines; ++i) {
+      const bool exists = 32 * i < lines;
+      const uint8_t* line = from + (exists ? 32 * i * width : 0);
+      if (together) {
+        copy_few<kBytes>(to + 32 * kBytes * i, exists ? line : task.block_scale, exists);
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < kBytes; j += 4) {
+        const bool inside = exists && block + j < width;
+        copy_few<4>(to + 32 * kBytes * i + j, inside ? line + j : task.block_scale, inside);
+      }
+    }
+    arrive_after_copies(ring.full + 8 * ring.stage);
+  }
+}
+
+// ---- The side that multiplies ------------------------------------------------------------------
+
+__device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
+  if (lane == 0) arrive(ring.empty + 8 * stage);
+}
+
+__device__ __forceinline__ uint64_t load_codes(uint32_t at) {
+  uint64_t codes;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(codes) : "r"(at));
+  return codes;
+}
+__device__ __forceinline__ uint32_t load_word(uint32_t at) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at));
+  return word;
+}
+__device__ __forceinline__ uint32_t load_byte(uint32_t at) {
+  uint32_t byte;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(at));
+  return byte;
+}
+
+// A lane's part of 64 columns and a chunk: a block of each of two columns, eight apart.
+struct LaneBlocks {
+  uint64_t codes[2];
+  uint32_t scale[2];
+
+  // Where a lane's codes and scales lie in a stage: in lines of columns, swizzled where they are of
+  // 128 bytes.
+  template <class S>
+  __device__ __forceinline__ static uint32_t codes_at(int column, int t) {
+    const int swizzle = S::kChunks == 4 ? column % 8 << 4 : 0;
+    return S::kColumnsAt + column * 32 * S::kChunks + (t * 8 ^ swizzle);
+  }
+  template <class S>
+  __device__ __forceinline__ static uint32_t scales_at(int column, int t) {
+    return S::kScalesAt + column * 4 * S::kChunks + t;
+  }
+
+  // Of a chunk of the stage, from there on; `table` is that of scales.
+  template <class S>
+  __device__ __forceinline__ void load(uint32_t codes_from, uint32_t scales_from, uint32_t table,
+                                       int chunk) {
+    const uint32_t from = codes_from ^ chunk * 32;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scale[i] = load_byte(scales_from + (8 * i * S::kChunks + chunk) * 4);
+      codes[i] = load_codes(from + 8 * i * 32 * S::kChunks);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) scale[i] = load_word(table + 4 * scale[i]);
+  }
+  // The registers of two steps.
+  template <int half>
+  __device__ __forceinline__ void decode(const uint32_t places[2], uint32_t a[8]) const {
+    uint32_t pairs[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      decode_word(static_cast<uint32_t>(codes[i] >> (32 * half)), scale[i], places, pairs[i]);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) a[2 * j] = pairs[0][j], a[2 * j + 1] = pairs[1][j];
+  }
+};
+
+// sums += kRows rows times columns that are decoded on the way, two steps at a time, while the
+// products of those before are under way and the codes after them are loaded.
+template <class S, int kRows>
+__device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile& tile,
+                                                int warpgroup, Ring& ring, float* sums) {
+  const int lane = threadIdx.x % 32, column = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  uint32_t codes_at = LaneBlocks::codes_at<S>(column, lane % 4);
+  uint32_t scales_at = LaneBlocks::scales_at<S>(column, lane % 4);
+  asm volatile("" : "+r"(codes_at), "+r"(scales_at));  // else computed again for every load
+  uint32_t a[2][8];
+  int before = -1;  // the stage that is to be released
+  LaneBlocks blocks[2];
+  const auto load = [&](uint32_t stage, int chunk) {
+    blocks[chunk % 2].load<S>(stage + codes_at, stage + scales_at, ring.memory + S::kTableAt,
+                              chunk);
+  };
+  wait(ring.full + 8 * ring.stage, ring.parity);
+  load(ring.stage_memory<S>(), 0);
+  for (int left = tile.length; left > 0; left -= S::kChunks * kContractedTile) {
+    const int now = ring.stage;
+    const uint32_t stage = __shfl_sync(~0u, ring.stage_memory<S>(), 0);  // in a uniform register
+#pragma unroll
+    for (int chunk = 0; chunk < S::kChunks; ++chunk) {
+      const uint32_t rows = describe(stage + chunk * S::kRowBytes);
+      const bool last = chunk + 1 == S::kChunks;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (half == 0) blocks[chunk % 2].decode<0>(task.places, a[0]);
+        if (half == 1) blocks[chunk % 2].decode<1>(task.places, a[1]);
+        wgmma_fence();
+#pragma unroll
+        for (int s = 0; s < 2; ++s)
+          Wgmma<kRows>::from_registers(sums, a[half] + 4 * s,
+                                       rows + (2 * half + s) * (kStep * 2 >> 4));
+        wgmma_commit();
+        if (half == 0 && !last) load(stage, chunk + 1);
+        if (half == 1 && last) {
+          ring.advance<S>();
+          if (left > S::kChunks * kContractedTile) {
+            wait(ring.full + 8 * ring.stage, ring.parity);
+            load(ring.stage_memory<S>(), 0);
+          }
+        }
+        wgmma_wait<1>();
+        if (chunk == 0 && half == 0 && before >= 0) release(ring, before, lane);
+      }
+    }
+    before = now;
+  }
+  wgmma_wait<0>();
+  if (before >= 0) release(ring, before, lane);
+}
+
+// Zeros beyond what a group has of its last chunk, on both sides: there another group's values lie,
+// which may be NaN. A line of 128 bytes is a place in the contraction, or has it in eight pieces.
+template <class S>
+__device__ __forceinline__ void clear_beyond(uint32_t stage, int length, int boxes) {
+  const int lines = S::kTileColumns + boxes * 64;
+  const int thread = threadIdx.x - kGroupThreads;
+  for (int i = thread; i < lines * 8; i += S::kGroups * kGroupThreads) {
+    const int line = i / 8, piece = i % 8;
+    const bool beyond =
+        S::kColumns == Columns::kAcross ? line % 64 >= length : (piece ^ line % 8) * 8 >= length;
+    if (!beyond) continue;
+    const uint32_t memory = line < S::kTileColumns ? stage + S::kColumnsAt + line * 128
+                                                   : stage + (line - S::kTileColumns) * 128;
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(memory + piece * 16), "r"(0)
+                 : "memory");
+  }
+  publish_writes();
+  meet(S::kGroups + 1, S::kGroups * kGroupThreads);
+}
+
+// sums += kRows rows times columns, both in shared memory.
+template <class S, int kRows>
+__device__ __forceinline__ void multiply_shared(const Tile& tile, int warpgroup, Ring& ring,
+                                                float* sums) {
+  constexpr bool kAcross = S::kColumns == Columns::kAcross, kRowsAcross = S::kRowsAcross;
+  constexpr int kAlongStep = kStep * 2 >> 4, kAcrossStep = kStep * 128 >> 4;
+  int before = -1;
+  for (int left = tile.length; left > 0; left -= kContractedTile) {
+    wait(ring.full + 8 * ring.stage, ring.parity);
+    const uint32_t stage = __shfl_sync(~0u, ring.stage_memory<S>(), 0);  // in a uniform register
+    if (S::kContraction && left < kContractedTile)
+      clear_beyond<S>(stage, left, (tile.rows + 63) / 64);
+    const uint32_t rows = describe(stage, kRowsAcross ? kBoxBytes : 16);
+    const uint32_t columns = describe(stage + S::kColumnsAt + warpgroup * kBoxBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < kContractedTile / kStep; ++s)
+      Wgmma<kRows>::template from_shared<kAcross, kRowsAcross>(
+          sums, columns + s * (kAcross ? kAcrossStep : kAlongStep),
+          rows + s * (kRowsAcross ? kAcrossStep : kAlongStep));
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (before >= 0) release(ring, before, threadIdx.x % 32);
+    before = ring.stage;
+    ring.advance<S>();
+  }
+  wgmma_wait<0>();
+  if (before >= 0) release(ring, before, threadIdx.x % 32);
+}
+
+}  // namespace
+}  // namespace jax_fp4::cuda
+
+#endif  // JAX_FP4_XLA_FFI_KERNELS_GEMM_MULTIPLY_CUH_
