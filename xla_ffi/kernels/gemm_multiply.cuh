@@ -14,7 +14,48 @@ namespace {
 constexpr int kContractedTile = 64;  // a chunk: 128 bytes of bfloat16
 constexpr int kStep = 16;            // of one instruction
 constexpr int kBoxBytes = 64 * kContractedTile * 2;
-constexpr int kQueueBytes = 48;
+
+__device__ __forceinline__ uint32_t load_word(uint32_t at) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at));
+  return word;
+}
+
+// The tiles that the block takes: one thread draws them and finds where they lie, all that work on
+// one take it from here.
+struct Queue {
+  static constexpr int kSlots = 2, kWords = sizeof(Tile) / 4;
+  uint32_t slots, full, empty;  // addresses
+  uint32_t turn = 0;
+
+  __device__ __forceinline__ explicit Queue(uint32_t memory)
+      : slots(memory), full(memory + kSlots * sizeof(Tile)), empty(full + 8 * kSlots) {}
+
+  __device__ __forceinline__ void put(const Tile& tile) {
+    const uint32_t slot = turn % kSlots;
+    wait_idly(empty + 8 * slot, turn / kSlots % 2 ^ 1);
+    const auto* words = reinterpret_cast<const uint32_t*>(&tile);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(slots + (slot * kWords + i) * 4), "r"(words[i])
+                   : "memory");
+    arrive(full + 8 * slot);
+    ++turn;
+  }
+  // By all lanes of a warp; false at the end, which is a tile without rows.
+  __device__ __forceinline__ bool take(Tile& tile) {
+    const uint32_t slot = turn % kSlots;
+    wait(full + 8 * slot, turn / kSlots % 2);
+    auto* words = reinterpret_cast<uint32_t*>(&tile);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)  // so that the compiler knows them to be those of the warp
+      words[i] = __shfl_sync(~0u, load_word(slots + (slot * kWords + i) * 4), 0);
+    if (threadIdx.x % 32 == 0) arrive(empty + 8 * slot);
+    ++turn;
+    return tile.rows > 0;
+  }
+};
+constexpr int kQueueBytes = Queue::kSlots * (sizeof(Tile) + 16);
 
 // How the operand with the columns lies in memory.
 enum class Columns { kPacked, kAlong, kAcross };  // the contraction along its rows, or across them
@@ -69,35 +110,6 @@ struct Ring {
   template <class S>
   __device__ __forceinline__ void advance() {
     if (++stage == S::kStages) stage = 0, parity ^= 1;
-  }
-};
-
-// Which tiles the block takes: one thread draws them, all that work on one take it from here.
-struct Queue {
-  static constexpr int kSlots = 2;
-  uint32_t slots, full, empty;  // addresses
-  uint32_t turn = 0;
-
-  __device__ __forceinline__ explicit Queue(uint32_t memory)
-      : slots(memory), full(memory + 16), empty(memory + 32) {}
-
-  __device__ __forceinline__ void put(uint32_t index) {
-    const uint32_t slot = turn % kSlots;
-    wait_idly(empty + 8 * slot, turn / kSlots % 2 ^ 1);
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(slots + 4 * slot), "r"(index) : "memory");
-    arrive(full + 8 * slot);
-    ++turn;
-  }
-  // By all lanes of a warp.
-  __device__ __forceinline__ uint32_t take() {
-    const uint32_t slot = turn % kSlots;
-    wait(full + 8 * slot, turn / kSlots % 2);
-    uint32_t index;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(index) : "r"(slots + 4 * slot) : "memory");
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(empty + 8 * slot);
-    ++turn;
-    return __shfl_sync(~0u, index, 0);  // so that the compiler knows it to be one for the warp
   }
 };
 
@@ -195,11 +207,6 @@ __device__ __forceinline__ uint64_t load_codes(uint32_t at) {
   asm volatile("ld.shared.u64 %0, [%1];" : "=l"(codes) : "r"(at));
   return codes;
 }
-__device__ __forceinline__ uint32_t load_word(uint32_t at) {
-  uint32_t word;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at));
-  return word;
-}
 __device__ __forceinline__ uint32_t load_byte(uint32_t at) {
   uint32_t byte;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(at));
@@ -248,8 +255,9 @@ struct LaneBlocks {
   }
 };
 
-// sums += kRows rows times columns that are decoded on the way, two steps at a time, while the
-// products of those before are under way and the codes after them are loaded.
+// sums += kRows rows times columns that are decoded on the way, a part of a chunk at a time, while
+// the products of the one before are under way and the codes after it are loaded. Products of few
+// rows are short: a part is the whole chunk then, else a half.
 template <class S, int kRows>
 __device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile& tile,
                                                 int warpgroup, Ring& ring, float* sums) {
@@ -257,7 +265,8 @@ __device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile
   uint32_t codes_at = LaneBlocks::codes_at<S>(column, lane % 4);
   uint32_t scales_at = LaneBlocks::scales_at<S>(column, lane % 4);
   asm volatile("" : "+r"(codes_at), "+r"(scales_at));  // else computed again for every load
-  uint32_t a[2][8];
+  constexpr int kParts = kRows <= 16 ? 1 : 2, kSteps = kContractedTile / kStep / kParts;
+  uint32_t a[2][4 * kSteps];
   int before = -1;  // the stage that is to be released
   LaneBlocks blocks[2];
   const auto load = [&](uint32_t stage, int chunk) {
@@ -274,17 +283,19 @@ __device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile
       const uint32_t rows = describe(stage + chunk * S::kRowBytes);
       const bool last = chunk + 1 == S::kChunks;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (half == 0) blocks[chunk % 2].decode<0>(task.places, a[0]);
-        if (half == 1) blocks[chunk % 2].decode<1>(task.places, a[1]);
+      for (int part = 0; part < kParts; ++part) {
+        uint32_t* registers = a[kParts == 1 ? chunk % 2 : part];
+        if (part == 0) blocks[chunk % 2].decode<0>(task.places, registers);
+        if (part == kParts - 1)
+          blocks[chunk % 2].decode<1>(task.places, registers + (kParts == 1 ? 8 : 0));
         wgmma_fence();
 #pragma unroll
-        for (int s = 0; s < 2; ++s)
-          Wgmma<kRows>::from_registers(sums, a[half] + 4 * s,
-                                       rows + (2 * half + s) * (kStep * 2 >> 4));
+        for (int s = 0; s < kSteps; ++s)
+          Wgmma<kRows>::from_registers(sums, registers + 4 * s,
+                                       rows + (part * kSteps + s) * (kStep * 2 >> 4));
         wgmma_commit();
-        if (half == 0 && !last) load(stage, chunk + 1);
-        if (half == 1 && last) {
+        if (part == 0 && !last) load(stage, chunk + 1);
+        if (part == kParts - 1 && last) {
           ring.advance<S>();
           if (left > S::kChunks * kContractedTile) {
             wait(ring.full + 8 * ring.stage, ring.parity);
@@ -292,13 +303,65 @@ __device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile
           }
         }
         wgmma_wait<1>();
-        if (chunk == 0 && half == 0 && before >= 0) release(ring, before, lane);
+        if (chunk == 0 && part == 0 && before >= 0) release(ring, before, lane);
       }
     }
     before = now;
   }
   wgmma_wait<0>();
   if (before >= 0) release(ring, before, lane);
+}
+
+// The places of 8 rows and a chunk: what one matrix of eight lines needs of them for four steps.
+__device__ __forceinline__ void load_rows(uint32_t rows, int lane, uint32_t b[8]) {
+  const int row = lane % 8;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t from = rows + row * 128 + ((4 * i + lane / 8 ^ row) << 4);
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[4 * i]), "=r"(b[4 * i + 1]), "=r"(b[4 * i + 2]), "=r"(b[4 * i + 3])
+                 : "r"(from));
+  }
+}
+__device__ __forceinline__ void multiply_warp(float* sums, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7},"
+      " {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The same for at most 8 rows, warp by warp: warpgroup products of so few take longer to wait for
+// than to do.
+template <class S>
+__device__ __forceinline__ void multiply_few(const GemmTask& task, const Tile& tile, int warpgroup,
+                                             Ring& ring, float* sums) {
+  const int lane = threadIdx.x % 32, column = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+  uint32_t codes_at = LaneBlocks::codes_at<S>(column, lane % 4);
+  uint32_t scales_at = LaneBlocks::scales_at<S>(column, lane % 4);
+  asm volatile("" : "+r"(codes_at), "+r"(scales_at));  // else computed again for every load
+  LaneBlocks blocks[2];
+  uint32_t b[2][8];
+  for (int left = tile.length; left > 0; left -= S::kChunks * kContractedTile, ring.advance<S>()) {
+    wait(ring.full + 8 * ring.stage, ring.parity);
+    const uint32_t stage = __shfl_sync(~0u, ring.stage_memory<S>(), 0);  // in a uniform register
+    const auto load = [&](int chunk) {
+      blocks[chunk % 2].load<S>(stage + codes_at, stage + scales_at, ring.memory + S::kTableAt,
+                                chunk);
+      load_rows(stage + chunk * S::kRowBytes, lane, b[chunk % 2]);
+    };
+    load(0);
+#pragma unroll
+    for (int chunk = 0; chunk < S::kChunks; ++chunk) {
+      if (chunk + 1 < S::kChunks) load(chunk + 1);
+      uint32_t a[16];
+      blocks[chunk % 2].decode<0>(task.places, a);
+      blocks[chunk % 2].decode<1>(task.places, a + 8);
+#pragma unroll
+      for (int s = 0; s < 4; ++s) multiply_warp(sums, a + 4 * s, b[chunk % 2] + 2 * s);
+    }
+    __syncwarp();
+    release(ring, ring.stage, lane);
+  }
 }
 
 // Zeros beyond what a group has of its last chunk, on both sides: there another group's values lie,

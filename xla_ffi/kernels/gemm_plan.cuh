@@ -32,7 +32,7 @@ struct Tile {
   int32_t row, rows;  // the first, and how many of them are of the group
   int32_t column;
   int32_t begin, length;  // of the contraction
-  bool is_tail;           // rows of no group, which come out zero
+  int32_t is_tail;        // rows of no group, which come out zero
 };
 
 // In shared memory. Under kContraction: where the groups begin and how long they are. Otherwise:

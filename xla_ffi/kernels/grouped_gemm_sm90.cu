@@ -2,6 +2,7 @@
 // warpgroup product, so that packed weights, decoded in registers, can be that operand; its rows
 // are the other side, of any multiple of eight. One thread block a multiprocessor: a warp fetches,
 // two warpgroups multiply, and tiles follow one another without a gap but for the stores.
+#include "device.h"
 #include "gemm_multiply.cuh"
 #include "gemm_store.cuh"
 
@@ -32,17 +33,10 @@ __device__ __forceinline__ void store_part(const float* sums, const GemmTask& ta
                                                         1 + warpgroup, out);
 }
 
+// Of 64 columns at `column` of the tile.
 template <class S, class Store, int kRows>
-__device__ __forceinline__ void multiply_and_store(const GemmTask& task, const Tile& tile,
-                                                   int warpgroup, Ring& ring, uint32_t out_stage) {
-  float sums[Wgmma<kRows>::kSums];
-#pragma unroll
-  for (float& sum : sums) sum = 0.0f;
-  if constexpr (S::kPacked)
-    multiply_packed<S, kRows>(task, tile, warpgroup, ring, sums);
-  else
-    multiply_shared<S, kRows>(tile, warpgroup, ring, sums);
-  const int column = warpgroup * 64;
+__device__ __forceinline__ void store(const float* sums, const GemmTask& task, const Tile& tile,
+                                      int column, int warpgroup, uint32_t out_stage) {
   const int lane_column = column + threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4;
   const int64_t first = S::kContraction ? int64_t{tile.group} * task.rows + tile.row : tile.row;
   auto* out =
@@ -52,6 +46,22 @@ __device__ __forceinline__ void multiply_and_store(const GemmTask& task, const T
     store_part<S, Store, kRows, true>(sums, task, tile, finish, column, warpgroup, out_stage, out);
   else
     store_part<S, Store, kRows, false>(sums, task, tile, finish, column, warpgroup, out_stage, out);
+}
+
+template <class S, class Store, int kRows>
+__device__ __forceinline__ void multiply_and_store(const GemmTask& task, const Tile& tile,
+                                                   int warpgroup, Ring& ring, uint32_t out_stage) {
+  float sums[Wgmma<kRows>::kSums];
+#pragma unroll
+  for (float& sum : sums) sum = 0.0f;
+  if (kRows == 16 && tile.rows <= 8) {
+    if constexpr (kRows == 16) multiply_few<S>(task, tile, warpgroup, ring, sums);
+  } else if constexpr (S::kPacked) {
+    multiply_packed<S, kRows>(task, tile, warpgroup, ring, sums);
+  } else {
+    multiply_shared<S, kRows>(tile, warpgroup, ring, sums);
+  }
+  store<S, Store, kRows>(sums, task, tile, warpgroup * 64, warpgroup, out_stage);
 }
 
 // By the rows that a tile has: products of fewer rows, where they are enough.
@@ -82,40 +92,27 @@ __device__ __forceinline__ void start_barriers(const Ring& ring, const Queue& qu
   publish_barriers();
 }
 
-// The side that fetches: a thread draws tiles and fetches both operands, a warp the block scales.
-template <class S, class AllTiles>
-__device__ __forceinline__ void fetch(const GemmTask& task, const CUtensorMap& columns,
-                                      const CUtensorMap& rows, AllTiles& tiles, Ring& ring,
-                                      Queue& queue) {
+// A thread draws tiles and fetches both operands of each.
+template <class S>
+__device__ __forceinline__ void fetch(const GemmTask& task, const Plan& plan,
+                                      const CUtensorMap& columns, const CUtensorMap& rows,
+                                      Ring& ring, Queue& queue) {
+  Tiles<S::kTileRows, S::kTileColumns, S::kContraction> tiles(task, plan);
   const uint32_t count = tiles.count();
-  if (threadIdx.x == 0) {
-    for (uint32_t i = blockIdx.x;;) {
-      queue.put(i);
-      if (i >= count) return;
-      const uint32_t next =
-          task.drawn == nullptr ? i + gridDim.x : gridDim.x + atomicAdd(task.drawn, 1u);
-      const Tile tile = tiles.at(i);
-      if (!tile.is_tail) fetch_tile<S>(columns, rows, tile, ring);
-      i = next;
-    }
+  for (uint32_t i = blockIdx.x; i < count;) {
+    const Tile tile = tiles.at(i);
+    queue.put(tile);
+    i = task.drawn == nullptr ? i + gridDim.x : gridDim.x + atomicAdd(task.drawn, 1u);
+    if (!tile.is_tail) fetch_tile<S>(columns, rows, tile, ring);
   }
-  if constexpr (S::kPacked) {
-    if (threadIdx.x / 32 != 1) return;
-    for (uint32_t i; (i = queue.take()) < count;) {
-      const Tile tile = tiles.at(i);
-      if (!tile.is_tail) fetch_scales<S>(task, tile, ring, threadIdx.x % 32);
-    }
-  }
+  queue.put({});
 }
 
-template <class S, class Store, class AllTiles>
-__device__ __forceinline__ void multiply(const GemmTask& task, AllTiles& tiles, Ring& ring,
-                                         Queue& queue) {
-  const uint32_t count = tiles.count();
+template <class S, class Store>
+__device__ __forceinline__ void multiply(const GemmTask& task, Ring& ring, Queue& queue) {
   const int warpgroup = threadIdx.x / kGroupThreads - 1;
   const uint32_t out_stage = ring.memory + S::kOutAt + warpgroup * S::kStagedRows * 128;
-  for (uint32_t i; (i = queue.take()) < count;) {
-    const Tile tile = tiles.at(i);
+  for (Tile tile; queue.take(tile);) {
     if (!tile.is_tail) {
       multiply_tile<S, Store, S::kTileRows>(task, tile, warpgroup, ring, out_stage);
     } else {
@@ -138,13 +135,17 @@ __device__ __forceinline__ void run(const GemmTask& task, const CUtensorMap& col
   if (S::kPacked && threadIdx.x < kScaleBytes)
     reinterpret_cast<uint32_t*>(memory + S::kTableAt)[threadIdx.x] = widen_scale(threadIdx.x);
   __syncthreads();
-  Tiles<S::kTileRows, S::kTileColumns, S::kContraction> tiles(task, plan);
   if (threadIdx.x < kGroupThreads) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kFew));
-    fetch<S>(task, columns, rows, tiles, ring, queue);
+    if (threadIdx.x == 0) fetch<S>(task, plan, columns, rows, ring, queue);
+    if constexpr (S::kPacked) {
+      if (threadIdx.x / 32 != 1) return;
+      for (Tile tile; queue.take(tile);)
+        if (!tile.is_tail) fetch_scales<S>(task, tile, ring, threadIdx.x % 32);
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kMany));
-    multiply<S, Store>(task, tiles, ring, queue);
+    multiply<S, Store>(task, ring, queue);
   }
 }
 
@@ -250,17 +251,23 @@ int64_t most_tiles(const GemmProblem& p) {
   return (ceil_div(p.m, S::kTileRows) + p.groups + 1) * across;
 }
 
+// What the slowest multiprocessor does, in columns: tiles come in waves.
+template <class S>
+int64_t longest(const GemmProblem& p, int processors) {
+  const int64_t rows = ceil_div(p.m, p.groups), across = ceil_div(p.n, S::kTileColumns);
+  const int64_t tiles = p.groups * ceil_div(rows, S::kTileRows) * across;
+  return ceil_div(tiles, processors) * S::kTileColumns;
+}
+
 template <class S, class Store>
 cudaError_t launch(const GemmProblem& p, void* scratch, cudaStream_t stream) {
   EncodeTiled encode = nullptr;
   CUtensorMap columns, rows;
-  int device = 0, processors = 0;
+  int processors = 0;
   cudaError_t error = find_encode(encode);
   if (error == cudaSuccess) error = make_map(encode, columns_operand<S>(p), columns);
   if (error == cudaSuccess) error = make_map(encode, rows_operand<S>(p), rows);
-  if (error == cudaSuccess) error = cudaGetDevice(&device);
-  if (error == cudaSuccess)
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = multiprocessors(&processors);
   const auto kernel = grouped_gemm<S, Store>;
   const int bytes = S::bytes(p.groups);
   if (error == cudaSuccess)
@@ -318,7 +325,14 @@ cudaError_t launch_grouped_gemm(const GemmProblem& p, void* scratch, cudaStream_
     case Gemm::kPacked: {
       const int64_t mean = ceil_div(p.m, p.groups);
       if (mean <= 16) return launch_dtype<PackedFew>(p, scratch, stream);
-      if (mean <= 128) return launch_dtype<PackedSome>(p, scratch, stream);
+      int processors = 0;
+      const cudaError_t error = multiprocessors(&processors);
+      if (error != cudaSuccess) return error;
+      // Three warpgroups hide more of the decoding of columns that few rows share; two may fill the
+      // last wave so much better that it is worth more.
+      const bool some = mean <= 128 && 3 * longest<PackedSome>(p, processors) <=
+                                           4 * longest<PackedMany>(p, processors);
+      if (some) return launch_dtype<PackedSome>(p, scratch, stream);
       return launch_dtype<PackedMany>(p, scratch, stream);
     }
     case Gemm::kRows:

@@ -10,6 +10,7 @@
 
 #include <cuda_fp16.h>
 
+#include "device.h"
 #include "nvfp4.h"
 #include "ptx.cuh"
 #include "quantize_transpose.h"
@@ -238,9 +239,6 @@ cudaError_t launch_quantize_rows(const QuantizeTask& task, cudaStream_t stream);
 // bfloat16 values in tiles.
 bool quantize_tiles_supports(const QuantizeProblem& p);
 cudaError_t launch_quantize_tiles(const QuantizeTask& task, cudaStream_t stream);
-
-// Multiprocessors of the current device.
-cudaError_t multiprocessors(int* count);
 
 }  // namespace jax_fp4::cuda
 

@@ -230,13 +230,6 @@ cudaError_t launch_finish(const QuantizeTask& task, cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t multiprocessors(int* count) {
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-}
-
 int64_t lay_out_scratch(QuantizeTask& task, void* scratch) {
   const QuantizeProblem& p = task.p;
   task.row_blocks = p.grouped ? grouped_blocks(p.m, p.groups) : ceil_div(p.m, kBlock);

@@ -1,0 +1,103 @@
+"""The GPU benchmarks of products do what they say, at sizes for any machine; what they measure means nothing here."""
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def load(name):
+    """benchmarks/name.py, which may import its neighbours, as a script may."""
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+grouped_matmul = load("grouped_matmul")
+moe_layer = load("moe_layer")
+
+
+def test_uneven_sizes_fill_the_rows():
+    for case in grouped_matmul.all_cases():
+        sizes = grouped_matmul.sizes_of(case)
+        assert sizes.sum() == case.rows and len(sizes) == case.experts and sizes.min() >= 0
+        assert (sizes.min() == 0) != case.even
+        np.testing.assert_array_equal(sizes, grouped_matmul.sizes_of(case))
+
+
+def test_labels_are_unique():
+    labels = [case.label for case in grouped_matmul.all_cases()]
+    assert len(set(labels)) == len(labels)
+
+
+def test_products_in_every_kind_of_case(capsys):
+    grouped_matmul.main(["--tiny", "--rounds", "1"])
+    table = capsys.readouterr().out
+    rows = [line for line in table.splitlines() if line.startswith(("forward", "weight gradient"))]
+    assert len(rows) == 3 * 3 + 2
+    assert all("NaN" not in row for row in rows)
+
+
+def test_cases_are_chosen_by_name(capsys):
+    grouped_matmul.main(["--tiny", "--rounds", "1", "--cases", "weight gradient, 4 experts, M=512, even"])
+    assert capsys.readouterr().out.count("weight gradient") == 1
+    with pytest.raises(SystemExit, match="no case has 'nothing' in its name"):
+        grouped_matmul.main(["--tiny", "--cases", "nothing"])
+
+
+@pytest.mark.parametrize("wrong", [1.01, np.nan])
+def test_a_wrong_result_is_refused(wrong):
+    want = np.ones((3, 4))
+    grouped_matmul.check("product", want * 1.001, want)
+    with pytest.raises(RuntimeError, match="product: relative error"):
+        grouped_matmul.check("product", want * wrong, want)
+
+
+def test_verdicts():
+    """Twice as fast as torch's faster layout, 1.5 times as fast as bmm; half the bandwidth of a copy."""
+    case = next(case for case in grouped_matmul.all_cases() if case.few)
+    asks = grouped_matmul.Ask("torch", 2.0), grouped_matmul.Ask("all", 2.0), grouped_matmul.Ask("copy", 0.4)
+    times = {"FP4": 1.0, "torch row": 2.0, "torch column": 3.0, "bmm": 1.5, "copy": 1.0}
+    copied = round(2 * 0.5625 * case.elements)
+    measured = grouped_matmul.Measured(times, set())
+    line = grouped_matmul.line(replace(case, asks=asks), "FP4", measured, copied)
+    assert line.endswith("2.0 of torch: 2.00, met; 2.0 of all: 1.50, NOT MET; 0.4 of copy: 0.50, met")
+
+
+def test_without_torch_its_verdict_is_open():
+    case = next(case for case in grouped_matmul.all_cases() if case.asks == (grouped_matmul.Ask("grouped", 1.0),))
+    measured = grouped_matmul.Measured({"FP4": 1.0, "ragged_dot": 9.0, "copy": 1.0}, {"FP4"})
+    line = grouped_matmul.line(case, "FP4", measured, 1)
+    assert line.endswith("1.0 of grouped: not measured") and "1000000.0!" in line
+
+
+def test_the_slow_take_part_in_fewer_rounds():
+    calls = []
+
+    def clock(name):
+        return lambda runs: calls.append(name) or 1.0 * runs
+
+    slow = grouped_matmul.Contender(clock("slow"), rounds=1)
+    times = grouped_matmul.interleaved({"a": grouped_matmul.Contender(clock("a"), products=4), "slow": slow}, 3, 1.0)
+    assert times == {"a": 0.25, "slow": 1.0}
+    assert calls[4:] == ["a", "slow", "a", "a"]  # after two calls of each to warm up
+
+
+def test_results_in_flight_are_bounded():
+    batches = []
+    contender = grouped_matmul.Contender(lambda runs: batches.append(runs) or 1.0 * runs, at_once=3)
+    assert contender.seconds(7) == 1.0
+    assert batches == [3, 3, 1]
+
+
+def test_layer(capsys):
+    moe_layer.main(["--tiny", "--rounds", "1"])
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "e-" in line or "e+" in line]
+    assert rows == ["bfloat16", "unquant", "dequant", "default", "ragged_dot"]

@@ -1,0 +1,18 @@
+// What launchers ask of the current device.
+#ifndef JAX_FP4_XLA_FFI_KERNELS_DEVICE_H_
+#define JAX_FP4_XLA_FFI_KERNELS_DEVICE_H_
+
+#include <cuda_runtime_api.h>
+
+namespace jax_fp4::cuda {
+
+inline cudaError_t multiprocessors(int* count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+
+}  // namespace jax_fp4::cuda
+
+#endif  // JAX_FP4_XLA_FFI_KERNELS_DEVICE_H_
