@@ -19,17 +19,10 @@ few tokens. All results of ours are first compared with products in float64 of t
 """
 
 import argparse
-import functools
-import importlib
 import itertools
 import math
-import re
-import statistics
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +30,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from grouped_cases import Case, all_cases, shrunk, sizes_of
 from jax import lax
+from rounds import (
+    SLOW_ROUNDS,
+    Contender,
+    Measured,
+    attempt,
+    compared,
+    compiled,
+    dense,
+    many,
+    module,
+    normal,
+    note_calls,
+    of_program,
+    of_torch,
+    torch_with_gpu,
+)
 from tqdm import tqdm
 
 import jax_fp4 as fp4
@@ -46,198 +56,10 @@ LEAST = 20e-3  # seconds of one measurement
 PROGRAM = 1.5e-3  # seconds of one program: many times what it takes to dispatch it
 MOST_PRODUCTS = 32  # in a program
 SHARED_DECODE = 16  # products at least to one decode of x, where that is not to be measured
-IN_FLIGHT = 24 << 30  # bytes of results: the programs that are enqueued at once hold them all
 SETS = 256 << 20  # bytes of packed weights, several times the L2 cache
-SLOW_ROUNDS = 3
-SEED = 7  # of uneven sizes
-SHAPES = ((4096, 4096), (7168, 2048), (2048, 7168), (4096, 14336))  # k, n
 ROWS, COLUMNS = 64, 32  # places that are checked
 TOLERANCE = 5e-3  # relative Frobenius error; rounding to bfloat16 makes 1.7e-3
 PEERS = ("torch", "bmm", "ragged_dot", "tokamax", "bf16", "dense")
-
-
-class Ask(NamedTuple):
-    """At least so many times as fast as a peer, or at that share of a copy's bandwidth."""
-
-    against: str
-    ratio: float
-
-
-@dataclass(frozen=True)
-class Case:
-    kind: str  # "forward" or "weight gradient"
-    experts: int
-    rows: int
-    even: bool
-    k: int
-    n: int
-    asks: tuple[Ask, ...] = ()  # of the product with FP4 weights
-    asks_bf16: tuple[Ask, ...] = ()
-    ragged: bool = False  # whether ragged_dot takes part: it takes long
-
-    @property
-    def few(self) -> bool:
-        return self.rows <= 16 * self.experts
-
-    @property
-    def label(self) -> str:
-        each = self.rows // self.experts
-        tokens = f"{each} token{'s' * (each > 1)} each" if self.few else f"M={self.rows}"
-        sizes = "even" if self.even else "uneven"
-        return f"{self.kind}, {self.experts} experts, {tokens}, {sizes}, {self.k}x{self.n}"
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.rows * self.k * self.n
-
-    @property
-    def elements(self) -> int:
-        """Of the weights."""
-        return self.experts * self.k * self.n
-
-
-FORWARD = (  # experts, rows, even, what is asked of FP4 weights
-    (8, 16384, True, (Ask("grouped", 1.0),)),
-    (8, 16384, False, (Ask("grouped", 1.0),)),
-    (64, 16384, True, (Ask("grouped", 1.0),)),
-    (64, 16384, False, (Ask("grouped", 1.15),)),
-    (64, 8192, True, (Ask("torch", 1.35),)),
-    (64, 8192, False, (Ask("torch", 1.5),)),
-    (8, 8 * 16, True, (Ask("torch", 4.0), Ask("all", 2.8))),
-    (64, 64 * 16, True, (Ask("torch", 4.0), Ask("all", 2.8), Ask("copy", 0.85))),
-    (64, 64 * 4, True, (Ask("copy", 0.85),)),
-    (64, 64, True, (Ask("grouped", 3.2), Ask("copy", 0.85))),
-)
-
-
-def all_cases() -> list[Case]:
-    """Those with the same weights follow one another, and among them those that differ in their sizes only."""
-    of_bf16 = (Ask("torch", 1.0),)
-    cases = []
-    for (k, n), experts in itertools.product(SHAPES, (8, 64)):
-        for _, rows, even, asks in (row for row in FORWARD if row[0] == experts):
-            ragged = (k, n) == SHAPES[0] and (rows <= 16 * experts or experts == 8)
-            cases.append(Case("forward", experts, rows, even, k, n, asks, of_bf16 if rows == 16384 else (), ragged))
-        for even in (True, False):
-            cases.append(Case("weight gradient", experts, 16384, even, k, n, (), of_bf16))
-    return cases
-
-
-def shrunk(cases: Sequence[Case]) -> list[Case]:
-    """The first shape's cases of 8 experts at sizes for any machine: the logic is the same."""
-    chosen = [case for case in cases if (case.experts, case.k, case.n) == (8, *SHAPES[0])]
-    return [replace(case, experts=4, rows=case.rows // 32, k=64, n=96) for case in chosen]
-
-
-def sizes_of(case: Case) -> np.ndarray:
-    """Group sizes that add up to the rows; uneven ones are exponentially distributed, and one expert has none."""
-    if case.even:
-        return np.full(case.experts, case.rows // case.experts, np.int32)
-    weights = np.random.default_rng(SEED).exponential(size=case.experts)
-    weights[case.experts // 3] = 0
-    sizes = np.floor(weights / weights.sum() * case.rows).astype(np.int32)
-    sizes[sizes.argmax()] += case.rows - sizes.sum()
-    return sizes
-
-
-# --- timing ---
-
-
-@dataclass(frozen=True)
-class Contender:
-    clock: Callable[[int], float]  # the seconds that so many runs take, one after another
-    products: int = 1  # in a run
-    at_once: int = 1 << 20  # runs enqueued before they are waited for
-    rounds: int = 1 << 20  # in how many it takes part
-    dispatch: float = 0.0  # seconds until a run is enqueued
-
-    def seconds(self, runs: int) -> float:
-        """Of one product."""
-        batches = (min(self.at_once, runs - done) for done in range(0, runs, self.at_once))
-        return sum(map(self.clock, batches)) / (runs * self.products)
-
-
-def of_program(program, arguments: tuple, products: int = 1, rounds: int = 1 << 20) -> Contender:
-    """A compiled JAX program."""
-
-    def clock(runs: int) -> float:
-        result, start = None, time.perf_counter()
-        for _ in range(runs):
-            result = program(*arguments)
-        jax.block_until_ready(result)
-        return time.perf_counter() - start
-
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(jax.block_until_ready(program(*arguments))))
-    start = time.perf_counter()
-    result = program(*arguments)
-    dispatch = time.perf_counter() - start
-    jax.block_until_ready(result)
-    return Contender(clock, products, max(1, IN_FLIGHT // held), rounds, dispatch)
-
-
-def of_torch(torch, call: Callable[[], object]) -> Contender:
-    def clock(runs: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(runs):
-            call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
-    clock(1)  # a product that torch refuses is refused here
-    return Contender(clock)
-
-
-def interleaved(contenders: dict[str, Contender], rounds: int, least: float = LEAST) -> dict[str, float]:
-    """Median seconds of one product of each, measured in turns."""
-    runs = {}
-    for name, contender in contenders.items():
-        contender.clock(1)
-        one = contender.clock(1)
-        if one < least / 10:  # of which most may be the launch
-            one = contender.clock(10) / 10
-        runs[name] = math.ceil(least / one)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in tqdm(range(rounds), desc="rounds", leave=False, disable=None):
-        for name, contender in contenders.items():
-            if turn < contender.rounds:
-                times[name].append(contender.seconds(runs[name]))
-    return {name: statistics.median(measured) for name, measured in times.items()}
-
-
-# --- programs ---
-
-
-def many(product: Callable) -> Callable:
-    """A function of lists that makes a product for each of the sizes, going round the operands."""
-
-    def products(lhs: list, rhs: list, sizes: list) -> list:
-        return [product(lhs[i % len(lhs)], rhs[i % len(rhs)], each) for i, each in enumerate(sizes)]
-
-    return products
-
-
-def compiled(jobs: dict[str, tuple[Callable, tuple]]) -> dict[str, Any]:
-    """Programs for functions and the arguments they are lowered for. XLA compiles them side by side."""
-    lowered = [jax.jit(function).lower(*arguments) for function, arguments in jobs.values()]
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(jobs, pool.map(lambda each: each.compile(), lowered), strict=True))
-
-
-def note_calls(name: str, program, products: int, decodes: int) -> None:
-    """Fails where a program is not made of our kernels, and says so where XLA decodes x more often than is assumed."""
-    calls = Counter(re.findall(r'custom_call_target="jax_fp4_(\w+)"', program.as_text()))
-    of_products = sum(count for call, count in calls.items() if call.startswith("grouped"))
-    if of_products != products:
-        raise RuntimeError(f"{name}: {products} products, but the compiled program calls {dict(calls)}")
-    if calls["dequantize"] != decodes:
-        note(f"{name} decodes x {calls['dequantize']} times in {products} products, not {decodes}")
-
-
-@functools.cache  # which says everything once
-def note(text: str) -> None:
-    tqdm.write(f"note: {text}")
 
 
 # --- are they right? ---
@@ -307,12 +129,8 @@ class Bench:
     copy: Contender
     copied: int  # bytes that it reads and writes
 
-    def measure(self, ours: dict[str, Contender], peers: dict[str, Callable[[], Contender]]) -> "Measured":
-        found = {name: attempt(name, make) for name, make in peers.items()}
-        contenders = ours | {name: peer for name, peer in found.items() if peer is not None} | {"copy": self.copy}
-        times = interleaved(contenders, self.rounds, 1e-4 if self.tiny else LEAST)
-        runs = {name: times[name] * contender.products for name, contender in contenders.items()}
-        return Measured(times, {name for name, each in contenders.items() if each.dispatch > 0.9 * runs[name]})
+    def measure(self, ours: dict[str, Contender], peers: dict[str, Callable]) -> Measured:
+        return compared(ours, peers | {"copy": lambda: self.copy}, self.rounds, 1e-4 if self.tiny else LEAST)
 
     def products(self, case: Case, weight_bytes: float) -> int:
         """In a program of PROGRAM seconds, from what an H200 can do at best."""
@@ -320,30 +138,11 @@ class Bench:
         return 2 if self.tiny else min(MOST_PRODUCTS, math.ceil(PROGRAM / seconds))
 
 
-class Measured(NamedTuple):
-    times: dict[str, float]  # seconds of a product
-    limited: set[str]  # those whose programs take longer to dispatch than to run
-
-
-def attempt(name: str, make: Callable[[], Any]):
-    """What `make` makes, None where it fails."""
-    try:
-        return make()
-    except Exception as error:  # noqa: BLE001 - other people's code may fail as it likes, without ending the run
-        note(f"without {name}: {type(error).__name__}: {str(error).strip()[:200]}")
-        return None
-
-
 class Weights(NamedTuple):
     w: jax.Array  # bfloat16 [g, k, n]
     packed: list[fp4.QuantizedTensor]  # of the same values in sets, the experts in other orders
     torch_row: Any  # w without a copy; None without torch
     torch_column: Any
-
-
-@partial(jax.jit, static_argnames="shape")
-def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * jnp.bfloat16(scale)
 
 
 @jax.jit
@@ -465,10 +264,6 @@ def torch_gradient_calls(torch, x, dy, sizes: np.ndarray) -> dict[str, Callable]
     }
 
 
-def dense(a: jax.Array, b: jax.Array) -> Contender:
-    return of_program(compiled({"": (jnp.matmul, (a, b))})[""], (a, b))
-
-
 def measure(bench: Bench, cases: Sequence[Case]) -> Iterator[tuple[Case, Measured]]:
     for _, group in itertools.groupby(cases, key=lambda case: (case.experts, case.k, case.n)):
         alike = list(group)
@@ -507,22 +302,15 @@ def line(case: Case, subject: str, measured: Measured, copied: int) -> str:
     cells = "".join(f"{ratios[peer]:11.2f}" if peer in ratios else f"{'-':>11}" for peer in PEERS)
     asks = case.asks if fp4_weights else case.asks_bf16
     rates = f"{case.flops / times[subject] / 1e12:9.1f}{moved / times[subject] / 1e9:8.0f}"
-    verdicts = "; ".join(verdict(ask, ratios) for ask in asks)
+    verdicts = "; ".join(ask.verdict(ratios) for ask in asks)
     us = f"{times[subject] * 1e6:.1f}{'!' * (subject in measured.limited)}"
     return f"{case.label:62}{subject:12}{us:>10}{rates}{cells}{ratios['copy']:7.2f}  {verdicts}"
 
 
-def verdict(ask: Ask, ratios: dict[str, float]) -> str:
-    if ask.against not in ratios:
-        return f"{ask.ratio} of {ask.against}: not measured"
-    ratio = ratios[ask.against]
-    return f"{ask.ratio} of {ask.against}: {ratio:.2f}, {'met' if ratio >= ask.ratio else 'NOT MET'}"
-
-
 def report(bench: Bench, cases: Sequence[Case]) -> None:
-    for experts, rows in sorted({(case.experts, case.rows) for case in cases if not case.even}):
-        sizes = sizes_of(next(case for case in cases if (case.experts, case.rows, case.even) == (experts, rows, False)))
-        print(f"uneven sizes, {experts} experts, M={rows}: {' '.join(map(str, sizes))}")
+    uneven = {(case.experts, case.rows): sizes_of(case) for case in cases if not case.even}
+    for experts, rows in sorted(uneven):
+        print(f"uneven sizes, {experts} experts, M={rows}: {' '.join(map(str, uneven[experts, rows]))}")
     heads = "".join(f"{peer:>11}" for peer in PEERS)
     print(f"\n{'':62}{'':12}{'us':>10}{'TFLOP/s':>9}{'GB/s':>8}{heads}{'copy':>7}  asked for")
     with tqdm(total=len(cases), desc="cases", leave=False, disable=None) as bar:
@@ -531,24 +319,6 @@ def report(bench: Bench, cases: Sequence[Case]) -> None:
                 if subject in measured.times:
                     tqdm.write(line(case, subject, measured, bench.copied))
             bar.update()
-
-
-def module(name: str):
-    """A peer's, or None: then says so."""
-    try:
-        found = importlib.import_module(name)
-    except (ImportError, OSError) as error:  # OSError: of its libraries
-        print(f"without {name}: {error}")
-        return None
-    return found
-
-
-def torch_with_gpu():
-    torch = module("torch")
-    if torch is not None and not torch.cuda.is_available():
-        print("without torch: it has no GPU")
-        return None
-    return torch
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

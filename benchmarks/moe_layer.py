@@ -18,8 +18,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from grouped_matmul import SLOW_ROUNDS, attempt, compiled, interleaved, normal, of_program
 from jax import lax
+from rounds import SLOW_ROUNDS, attempt, compiled, interleaved, normal, of_program
 from tqdm import tqdm
 
 import jax_fp4 as fp4

@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 def load(name):
-    """benchmarks/name.py, which may import its neighbours, as a script may."""
+    """benchmarks/name.py. It may import those that are loaded before it."""
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
@@ -20,20 +20,22 @@ def load(name):
     return module
 
 
+rounds = load("rounds")
+grouped_cases = load("grouped_cases")
 grouped_matmul = load("grouped_matmul")
 moe_layer = load("moe_layer")
 
 
 def test_uneven_sizes_fill_the_rows():
-    for case in grouped_matmul.all_cases():
-        sizes = grouped_matmul.sizes_of(case)
+    for case in grouped_cases.all_cases():
+        sizes = grouped_cases.sizes_of(case)
         assert sizes.sum() == case.rows and len(sizes) == case.experts and sizes.min() >= 0
         assert (sizes.min() == 0) != case.even
-        np.testing.assert_array_equal(sizes, grouped_matmul.sizes_of(case))
+        np.testing.assert_array_equal(sizes, grouped_cases.sizes_of(case))
 
 
 def test_labels_are_unique():
-    labels = [case.label for case in grouped_matmul.all_cases()]
+    labels = [case.label for case in grouped_cases.all_cases()]
     assert len(set(labels)) == len(labels)
 
 
@@ -62,18 +64,18 @@ def test_a_wrong_result_is_refused(wrong):
 
 def test_verdicts():
     """Twice as fast as torch's faster layout, 1.5 times as fast as bmm; half the bandwidth of a copy."""
-    case = next(case for case in grouped_matmul.all_cases() if case.few)
-    asks = grouped_matmul.Ask("torch", 2.0), grouped_matmul.Ask("all", 2.0), grouped_matmul.Ask("copy", 0.4)
+    case = next(case for case in grouped_cases.all_cases() if case.few)
+    asks = grouped_cases.Ask("torch", 2.0), grouped_cases.Ask("all", 2.0), grouped_cases.Ask("copy", 0.4)
     times = {"FP4": 1.0, "torch row": 2.0, "torch column": 3.0, "bmm": 1.5, "copy": 1.0}
     copied = round(2 * 0.5625 * case.elements)
-    measured = grouped_matmul.Measured(times, set())
+    measured = rounds.Measured(times, set())
     line = grouped_matmul.line(replace(case, asks=asks), "FP4", measured, copied)
     assert line.endswith("2.0 of torch: 2.00, met; 2.0 of all: 1.50, NOT MET; 0.4 of copy: 0.50, met")
 
 
 def test_without_torch_its_verdict_is_open():
-    case = next(case for case in grouped_matmul.all_cases() if case.asks == (grouped_matmul.Ask("grouped", 1.0),))
-    measured = grouped_matmul.Measured({"FP4": 1.0, "ragged_dot": 9.0, "copy": 1.0}, {"FP4"})
+    case = next(case for case in grouped_cases.all_cases() if case.asks == (grouped_cases.Ask("grouped", 1.0),))
+    measured = rounds.Measured({"FP4": 1.0, "ragged_dot": 9.0, "copy": 1.0}, {"FP4"})
     line = grouped_matmul.line(case, "FP4", measured, 1)
     assert line.endswith("1.0 of grouped: not measured") and "1000000.0!" in line
 
@@ -84,15 +86,15 @@ def test_the_slow_take_part_in_fewer_rounds():
     def clock(name):
         return lambda runs: calls.append(name) or 1.0 * runs
 
-    slow = grouped_matmul.Contender(clock("slow"), rounds=1)
-    times = grouped_matmul.interleaved({"a": grouped_matmul.Contender(clock("a"), products=4), "slow": slow}, 3, 1.0)
+    slow = rounds.Contender(clock("slow"), rounds=1)
+    times = rounds.interleaved({"a": rounds.Contender(clock("a"), products=4), "slow": slow}, 3, 1.0)
     assert times == {"a": 0.25, "slow": 1.0}
     assert calls[4:] == ["a", "slow", "a", "a"]  # after two calls of each to warm up
 
 
 def test_results_in_flight_are_bounded():
     batches = []
-    contender = grouped_matmul.Contender(lambda runs: batches.append(runs) or 1.0 * runs, at_once=3)
+    contender = rounds.Contender(lambda runs: batches.append(runs) or 1.0 * runs, at_once=3)
     assert contender.seconds(7) == 1.0
     assert batches == [3, 3, 1]
 

@@ -1,0 +1,33 @@
+"""The main job on a GPU: the first steps of examples/train_lm.py lose what they lose on the CPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_fp4 as fp4
+import train_lm
+
+
+def losses(device, cpu, recipe, steps: int):
+    args = train_lm.parse(["--steps", str(steps)])
+    text = train_lm.byte_models.load_text()
+    model = train_lm.LanguageModel(args.layers, args.width, args.heads, args.experts, args.top_k, recipe)
+    optimizer = train_lm.make_optimizer(args)
+    with jax.default_device(cpu):
+        params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.uint8))
+        state = train_lm.State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    with jax.default_device(device):
+        state, step, found = jax.device_put(state, device), train_lm.make_step(model, optimizer, args.seed), []
+        for batch in train_lm.batches(text.train, args):
+            state, loss = step(state, batch)
+            found.append(loss)
+        return np.asarray(jnp.stack(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "unquant", "dequant"])
+def test_the_first_steps(gpu, cpu, mode):
+    got, want = (losses(device, cpu, fp4.NVFP4BlockScaling(mode), 20) for device in (gpu, cpu))
+    print(f"{mode}: {np.max(np.abs(got - want)):.1e} of {want[0]:.3f} to {want[-1]:.3f}")
+    np.testing.assert_allclose(got, want, rtol=1e-3)
