@@ -4,6 +4,7 @@ The only file that spells a target. The wrappers take what the functions of `ref
 """
 
 import importlib.util
+import math
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -16,6 +17,7 @@ from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Float32, Int32, UInt
 
 from jax_fp4 import _cpu
 from jax_fp4._formats import (
+    BLOCK,
     E4M3_MAX,
     INTERLEAVE,
     PACK,
@@ -178,7 +180,7 @@ def dequantize(codes, block_scale, amax, bound: int, extent: int, dtype):
     return choose(partial(call, interleaved=np.bool_(False)), call, usable=_always)(*operands)
 
 
-def _always() -> bool:
+def _always(_) -> bool:
     return True
 
 
@@ -254,11 +256,33 @@ def grouped_contraction(
 
 def _product(target: str, out, operands, **attributes):
     # One call takes one set of sizes, and has no batch.
-    return jax.ffi.ffi_call(target, out, vmap_method="sequential")(*operands, **attributes)
+    results = out, _scratch(COUNTER)
+    return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*operands, **attributes)[0]
 
 
 def _or_absent(operand):
     return jnp.zeros(0, jnp.float32) if operand is None else operand
+
+
+# CUDA handlers get their scratch as a result that nobody reads: it is XLA's like any other buffer, also while a CUDA
+# graph replays the call. They check that it is enough.
+COUNTER = 16  # bytes of what thread blocks count in
+
+
+def _scratch(size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), jnp.uint8)
+
+
+def _quantize_scratch(x, q: Quantization, group_sizes, made: bool) -> jax.ShapeDtypeStruct:
+    """As `lay_out_scratch` of quantize_transpose.cu counts: the counter, what an activation makes, tables of groups."""
+    *batch, m, k = x.shape
+    entries, size = math.prod(batch), COUNTER
+    if made:
+        size += padded(entries * m * k * np.dtype(q.compute_dtype).itemsize)
+    if group_sizes is not None:
+        groups = group_sizes.shape[-1]
+        size += entries * (48 * (grouped_extent(m, groups) // BLOCK) + 4 * (3 * groups + 1))
+    return _scratch(size)
 
 
 def _call(target: str, results, operands, **attributes):
@@ -269,18 +293,26 @@ def _call(target: str, results, operands, **attributes):
 def _quantize(target: str, x, operands, amaxes: dict, seed, group_sizes, q: Quantization, **attributes):
     """x, or its shape and dtype, in one form for each axis that `amaxes` has; None there is computed."""
     given = next(iter(amaxes.values()))
-    return _call(
-        target,
-        tuple(result for axis in amaxes for result in _results(x, q, axis, group_sizes)),
-        (
-            *operands,
-            *(_operand(amax, x, jnp.float32) for amax in amaxes.values()),
-            _operand(seed, x, jnp.uint32),
-            _operand(group_sizes, x, jnp.int32),
-        ),
-        **attributes,
-        **_attributes(q, given, group_sizes),
+    results = tuple(result for axis in amaxes for result in _results(x, q, axis, group_sizes))
+    operands = (
+        *operands,
+        *(_operand(amax, x, jnp.float32) for amax in amaxes.values()),
+        _operand(seed, x, jnp.uint32),
+        _operand(group_sizes, x, jnp.int32),
     )
+    attributes |= _attributes(q, given, group_sizes)
+    made = "activation" in attributes
+    scratch = _quantize_scratch(x, q, group_sizes, made)
+
+    def on_cuda(*operands):
+        return tuple(_call(target, (*results, scratch), operands, **attributes)[:-1])
+
+    def on_cpu(*operands):
+        return tuple(_call(target, results, operands, **attributes))
+
+    if made:
+        return on_cuda(*operands)
+    return on_cpu(*operands) if cuda_missing else choose(on_cuda, on_cpu, usable=_always)(*operands)
 
 
 def _operand(value, x, dtype):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jax_fp4 import _ffi, reference
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._formats import BLOCK, INTERLEAVE, PACK, padded
-from jax_fp4._lowering import choose
+from jax_fp4._lowering import choose, is_partitioned
 
 MOST_GROUPS = 1024
 MOST = 2**31 - 1 - BLOCK * MOST_GROUPS  # of any extent: positions are int32, and groups of rows may be padded to blocks
@@ -30,14 +30,15 @@ def takes(groups: int, *extents: int) -> bool:
 
 @partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="batched", inline=True)
 def chosen(native, otherwise, static, *operands, batched: bool = True) -> Array:
-    """native(*operands, static=static) where the program is lowered for CUDA and the GPUs are Hopper's, else
-    `otherwise`. Jitted for eager calls, which find their compiled program; in a traced one nothing is around it."""
+    """native(*operands, static=static) where the program is lowered for CUDA, for one device or inside shard_map, and
+    the GPUs are Hopper's, else `otherwise`. Jitted for eager calls, which find their compiled program; in a traced one
+    nothing is around it."""
     functions = (partial(function, static=static) for function in (native, otherwise))
     return choose(*functions, usable=_on_hopper, batched=batched)(*operands)
 
 
-def _on_hopper() -> bool:
-    return not _ffi.hopper_missing()
+def _on_hopper(context) -> bool:
+    return not (_ffi.hopper_missing() or is_partitioned(context))
 
 
 def quantized_rows(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, row_weights, group_sizes, dtype) -> Array:

@@ -56,11 +56,11 @@ _choose_p = core.Primitive("jax_fp4_choose")
 _choose_p.multiple_results = True
 
 
-def choose(cuda, otherwise, *, usable: Callable[[], bool], batched: bool = True):
-    """`cuda` where the program is lowered for CUDA and usable() is true then, else `otherwise`, of which the program is
-    what it would be without the choice.
+def choose(cuda, otherwise, *, usable: Callable[[mlir.LoweringRuleContext], bool], batched: bool = True):
+    """`cuda` where the program is lowered for CUDA and usable(the context of that lowering) is true, else `otherwise`,
+    of which the program is what it would be without the choice.
 
-    Both are functions of the same arrays (they close over none), with one result of the same shape and dtype.
+    Both are functions of the same arrays (they close over none), with results of the same structure and types.
     Derivatives are those of `otherwise`. batched: under vmap both are mapped; False leaves `otherwise` alone, mapped.
     """
 
@@ -70,10 +70,10 @@ def choose(cuda, otherwise, *, usable: Callable[[], bool], batched: bool = True)
         def flat(function):
             return lambda *leaves: function(*jax.tree.unflatten(tree, leaves))
 
-        first, second = (jax.make_jaxpr(flat(function))(*leaves) for function in (cuda, otherwise))
-        types = [[(a.shape, a.dtype) for a in jaxpr.out_avals] for jaxpr in (first, second)]
-        assert types[0] == types[1] and len(types[0]) == 1, types
-        return _choose_p.bind(*leaves, cuda=first, otherwise=second, usable=usable, batched=batched)[0]
+        first, second = (jax.make_jaxpr(flat(function), return_shape=True)(*leaves) for function in (cuda, otherwise))
+        assert first[1] == second[1], (first[1], second[1])
+        results = _choose_p.bind(*leaves, cuda=first[0], otherwise=second[0], usable=usable, batched=batched)
+        return jax.tree.unflatten(jax.tree.structure(second[1]), results)
 
     return chosen
 
@@ -94,15 +94,25 @@ def _choose_lowering(context, *arguments, cuda, otherwise, usable, batched):
 
 
 def _choose_lowering_for_cuda(context, *arguments, cuda, otherwise, usable, batched):
-    return mlir.lower_fun(core.jaxpr_as_fun(cuda if usable() else otherwise))(context, *arguments)
+    return mlir.lower_fun(core.jaxpr_as_fun(cuda if usable(context) else otherwise))(context, *arguments)
+
+
+def is_partitioned(context) -> bool:
+    """Whether XLA partitions the program that is lowered: it would gather all operands of a custom call on each device.
+    Over the manual axes of a shard_map it does not."""
+    axes = context.module_context.axis_context
+    if (mesh := getattr(axes, "mesh", None)) is not None:
+        return any(size > 1 for axis, size in mesh.shape.items() if axis not in axes.manual_axes)
+    return getattr(axes, "num_devices", 1) > 1
 
 
 def _choose_batching(arguments, dimensions, *, cuda, otherwise, usable, batched):
     cuda, otherwise = (jax.vmap(core.jaxpr_as_fun(jaxpr), in_axes=tuple(dimensions)) for jaxpr in (cuda, otherwise))
     if not batched:
-        return otherwise(*arguments), [0]
+        return (results := otherwise(*arguments)), [0] * len(results)
     cuda, otherwise = (jax.make_jaxpr(function)(*arguments) for function in (cuda, otherwise))
-    return _choose_p.bind(*arguments, cuda=cuda, otherwise=otherwise, usable=usable, batched=batched), [0]
+    results = _choose_p.bind(*arguments, cuda=cuda, otherwise=otherwise, usable=usable, batched=batched)
+    return results, [0] * len(results)
 
 
 def _choose_jvp(primals, tangents, *, otherwise, **static):
@@ -120,13 +130,13 @@ def _choose_jvp(primals, tangents, *, otherwise, **static):
 
 
 def _choose_dce(used, *more):
-    """Where JAX removes from a program what nobody needs, it does so inside too."""
+    """Where JAX removes from a program what nobody needs, it does so inside too; results stay together."""
     *_, equation = more  # jax 0.12 has another argument before it
     if not any(used):
         return [False] * len(equation.invars), None
     jaxprs = {name: equation.params[name] for name in ("cuda", "otherwise")}
     for name, jaxpr in jaxprs.items():
-        jaxprs[name] = jaxpr.replace(jaxpr=partial_eval.dce_jaxpr(jaxpr.jaxpr, used, instantiate=True)[0])
+        jaxprs[name] = jaxpr.replace(jaxpr=partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(used), instantiate=True)[0])
     return [True] * len(equation.invars), equation.replace(params={**equation.params, **jaxprs})
 
 

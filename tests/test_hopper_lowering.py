@@ -1,5 +1,8 @@
 """Which products become kernels where a program is lowered for CUDA: one trace, whatever GPU it is lowered for."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
 
@@ -294,3 +297,31 @@ def test_limits(hopper):
     assert _hopper.takes(1, 1) and _hopper.takes(1024, 2**31 - 2**15)
     assert not _hopper.takes(1025, 1) and not _hopper.takes(0, 1) and not _hopper.takes(1, 2**31)
     assert not _hopper.takes(1, 1, 0)
+
+
+@pytest.mark.parametrize("manual", [True, False])
+def test_a_program_that_xla_partitions_keeps_its_dots(request, monkeypatch, manual):
+    """A custom call is not partitioned: every device would gather all operands. Inside shard_map each has its own."""
+    devices = np.array(jax.devices("cpu")[:2])
+    if len(devices) < 2:  # their number is fixed before the first test: once more, in a process with two
+        flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", request.node.nodeid]
+        done = subprocess.run(
+            command, env=os.environ | {"XLA_FLAGS": flags}, cwd=request.config.rootpath, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+        return
+    mesh, of_rows, everywhere = jax.sharding.Mesh(devices, "d"), jax.P("d"), jax.P()
+    pretend(monkeypatch, HOPPER)
+    if manual:
+        own = lambda x, w: fp4.grouped_matmul(x, w, SIZES)  # noqa: E731
+        found = calls(
+            jax.shard_map(own, mesh=mesh, in_specs=(of_rows, everywhere), out_specs=of_rows, check_vma=False), X, W
+        )
+    else:
+        sharding = jax.sharding.NamedSharding(mesh, of_rows)
+        found = called(
+            jax.jit(rows, in_shardings=(sharding, None)).trace(X, W).lower(lowering_platforms=("cuda",)).as_text()
+        )
+    forget()
+    assert found == [BF16] * manual

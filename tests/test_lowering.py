@@ -26,7 +26,7 @@ CHOICES = {"usable": True, "not usable": False}
 
 
 def chosen(usable=True, **how):
-    return choose(minus, product, usable=lambda: usable, **how)
+    return choose(minus, product, usable=lambda _: usable, **how)
 
 
 @pytest.mark.parametrize("usable", CHOICES.values(), ids=CHOICES)
@@ -46,7 +46,7 @@ def test_one_trace_for_several_platforms():
 
 def test_it_is_asked_when_it_is_lowered():
     asked = []
-    traced = jax.jit(choose(minus, product, usable=lambda: bool(asked.append(0)))).trace(X, W)
+    traced = jax.jit(choose(minus, product, usable=lambda _: bool(asked.append(0)))).trace(X, W)
     assert not asked
     traced.lower(lowering_platforms=("cpu",))
     assert not asked
@@ -65,7 +65,7 @@ def test_values_eager_jitted_and_with_jit_disabled():
 
 def test_trees_and_absent_arguments():
     of_tree = lambda both, absent: both["x"] @ both["w"]  # noqa: E731
-    np.testing.assert_array_equal(choose(of_tree, of_tree, usable=lambda: True)({"x": X, "w": W}, None), X @ W)
+    np.testing.assert_array_equal(choose(of_tree, of_tree, usable=lambda _: True)({"x": X, "w": W}, None), X @ W)
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 2)], ids=str)
@@ -107,7 +107,7 @@ def test_what_nobody_needs_is_removed():
         jnp.cos(x).sum()
         return product(x, w)
 
-    text = lowered(lambda x, w: (choose(wasteful, wasteful, usable=lambda: True)(x, w), chosen()(x, w))[0], X, W)
+    text = lowered(lambda x, w: (choose(wasteful, wasteful, usable=lambda _: True)(x, w), chosen()(x, w))[0], X, W)
     assert "cosine" not in text and text.count("dot_general") == 1
 
 
@@ -123,4 +123,4 @@ def test_in_loops_and_branches():
 
 def test_two_types_are_no_choice():
     with pytest.raises(AssertionError):
-        choose(lambda x: x, lambda x: x.astype(jnp.bfloat16), usable=lambda: True)(X)
+        choose(lambda x: x, lambda x: x.astype(jnp.bfloat16), usable=lambda _: True)(X)

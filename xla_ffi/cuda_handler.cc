@@ -1,7 +1,6 @@
-// The quantizers of the module _cuda, for platform CUDA: checks, scratch from XLA's allocator,
-// launch. Nothing is synchronised and no device memory is read, so each may be captured in a CUDA
-// graph. A negative given amax is therefore not refused here: its block scales are clamped like any
-// other.
+// The quantizers of the module _cuda, for platform CUDA: checks and launch. Nothing is synchronised
+// and no device memory is read, so each may be captured in a CUDA graph. A negative given amax is
+// therefore not refused here: its block scales are clamped like any other.
 #include "cuda_handler.h"
 
 #include <initializer_list>
@@ -96,7 +95,7 @@ struct Form {
 template <class Attributes>
 ffi::Error run_quantize(const char* op, const Context& context, ffi::AnyBuffer x,
                         const ffi::AnyBuffer* weights, ffi::AnyBuffer seed,
-                        ffi::AnyBuffer group_sizes, std::initializer_list<Form> forms,
+                        ffi::AnyBuffer group_sizes, std::initializer_list<Form> forms, Out scratch,
                         const Attributes& attributes) {
   constexpr bool kActivates = std::is_base_of_v<ActivateAttributes, Attributes>;
   Checks checks(op);
@@ -116,70 +115,70 @@ ffi::Error run_quantize(const char* op, const Context& context, ffi::AnyBuffer x
     require_aligned(checks, "block_scale" + suffix, stored.block_scale);
   }
   if (!checks.ok()) return checks.error();
-  return launch(op, cuda::launch_quantize_transpose, problem, context);
+  require_aligned(checks, "scratch", scratch->untyped_data());
+  if (!checks.ok()) return checks.error();
+  return launch(op, cuda::launch_quantize_transpose, problem, context, &scratch);
 }
 
 // One form along attributes.axis.
 template <class Attributes>
 ffi::Error run_axis(const char* op, const Context& context, ffi::AnyBuffer x,
                     const ffi::AnyBuffer* weights, ffi::AnyBuffer seed, ffi::AnyBuffer group_sizes,
-                    const Buffers& buffers, const Attributes& attributes) {
+                    const Buffers& buffers, Out scratch, const Attributes& attributes) {
   Checks checks(op);
   checks.require(attributes.axis == -1 || attributes.axis == 0, "attribute axis is not -1 or 0");
   checks.require(!(attributes.hadamard && attributes.axis == -1), "hadamard needs axis 0");
   if (!checks.ok()) return checks.error();
   return run_quantize(op, context, x, weights, seed, group_sizes,
-                      {{attributes.axis == -1, "", buffers}}, attributes);
+                      {{attributes.axis == -1, "", buffers}}, scratch, attributes);
 }
 
-ffi::Error quantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch,
-                         ffi::AnyBuffer x, ffi::AnyBuffer amax, ffi::AnyBuffer seed,
-                         ffi::AnyBuffer group_sizes, Out codes, Out block_scale, Out amax_out,
+ffi::Error quantize_impl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer x,
+                         ffi::AnyBuffer amax, ffi::AnyBuffer seed, ffi::AnyBuffer group_sizes,
+                         Out codes, Out block_scale, Out amax_out, Out scratch,
                          const AxisQuantizeAttributes& attributes) {
-  return run_axis("jax_fp4_quantize", {stream, ordinal, scratch}, x, nullptr, seed, group_sizes,
-                  {amax, codes, block_scale, amax_out}, attributes);
+  return run_axis("jax_fp4_quantize", {stream, ordinal}, x, nullptr, seed, group_sizes,
+                  {amax, codes, block_scale, amax_out}, scratch, attributes);
 }
 
-ffi::Error quantize_transpose_impl(cudaStream_t stream, int32_t ordinal,
-                                   ffi::ScratchAllocator scratch, ffi::AnyBuffer x,
+ffi::Error quantize_transpose_impl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer x,
                                    ffi::AnyBuffer amax, ffi::AnyBuffer amax_t, ffi::AnyBuffer seed,
                                    ffi::AnyBuffer group_sizes, Out codes, Out block_scale,
                                    Out amax_out, Out codes_t, Out block_scale_t, Out amax_t_out,
-                                   const QuantizeAttributes& attributes) {
-  return run_quantize("jax_fp4_quantize_transpose", {stream, ordinal, scratch}, x, nullptr, seed,
+                                   Out scratch, const QuantizeAttributes& attributes) {
+  return run_quantize("jax_fp4_quantize_transpose", {stream, ordinal}, x, nullptr, seed,
                       group_sizes,
                       {{true, "", {amax, codes, block_scale, amax_out}},
                        {false, "_t", {amax_t, codes_t, block_scale_t, amax_t_out}}},
-                      attributes);
+                      scratch, attributes);
 }
 
-ffi::Error activate_quantize_impl(cudaStream_t stream, int32_t ordinal,
-                                  ffi::ScratchAllocator scratch, ffi::AnyBuffer h,
+ffi::Error activate_quantize_impl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer h,
                                   ffi::AnyBuffer weights, ffi::AnyBuffer amax, ffi::AnyBuffer seed,
                                   ffi::AnyBuffer group_sizes, Out codes, Out block_scale,
-                                  Out amax_out, const AxisActivateAttributes& attributes) {
-  return run_axis("jax_fp4_activate_quantize", {stream, ordinal, scratch}, h, &weights, seed,
-                  group_sizes, {amax, codes, block_scale, amax_out}, attributes);
+                                  Out amax_out, Out scratch,
+                                  const AxisActivateAttributes& attributes) {
+  return run_axis("jax_fp4_activate_quantize", {stream, ordinal}, h, &weights, seed, group_sizes,
+                  {amax, codes, block_scale, amax_out}, scratch, attributes);
 }
 
-ffi::Error activate_quantize_transpose_impl(cudaStream_t stream, int32_t ordinal,
-                                            ffi::ScratchAllocator scratch, ffi::AnyBuffer h,
+ffi::Error activate_quantize_transpose_impl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer h,
                                             ffi::AnyBuffer weights, ffi::AnyBuffer amax,
                                             ffi::AnyBuffer amax_t, ffi::AnyBuffer seed,
                                             ffi::AnyBuffer group_sizes, Out codes, Out block_scale,
                                             Out amax_out, Out codes_t, Out block_scale_t,
-                                            Out amax_t_out, const ActivateAttributes& attributes) {
-  return run_quantize("jax_fp4_activate_quantize_transpose", {stream, ordinal, scratch}, h,
-                      &weights, seed, group_sizes,
+                                            Out amax_t_out, Out scratch,
+                                            const ActivateAttributes& attributes) {
+  return run_quantize("jax_fp4_activate_quantize_transpose", {stream, ordinal}, h, &weights, seed,
+                      group_sizes,
                       {{true, "", {amax, codes, block_scale, amax_out}},
                        {false, "_t", {amax_t, codes_t, block_scale_t, amax_t_out}}},
-                      attributes);
+                      scratch, attributes);
 }
 
-ffi::Error dequantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch,
-                           ffi::AnyBuffer codes, ffi::AnyBuffer block_scale, ffi::AnyBuffer amax,
-                           Out out, int32_t bound, bool row_scaled, bool product_form,
-                           bool interleaved) {
+ffi::Error dequantize_impl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer codes,
+                           ffi::AnyBuffer block_scale, ffi::AnyBuffer amax, Out out, int32_t bound,
+                           bool row_scaled, bool product_form, bool interleaved) {
   constexpr const char* op = "jax_fp4_dequantize";
   Checks checks(op);
   checks.require(!interleaved || product_form, "interleaved needs product_form");
@@ -190,7 +189,7 @@ ffi::Error dequantize_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAll
   require_aligned(checks, "out", problem.out);
   if (!checks.ok()) return checks.error();
   return launch(op, interleaved ? cuda::launch_interleave : cuda::launch_dequantize, problem,
-                {stream, ordinal, scratch});
+                {stream, ordinal});
 }
 
 }  // namespace
@@ -217,6 +216,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_quantize, jax_fp4::quantize_impl,
                                   .Ret<AnyBuffer>()  // codes
                                   .Ret<AnyBuffer>()  // block_scale
                                   .Ret<AnyBuffer>()  // amax
+                                  .Ret<AnyBuffer>()  // scratch
                                   .Attrs<jax_fp4::AxisQuantizeAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
@@ -233,6 +233,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_quantize_transpose, jax_fp4::quantize
                                   .Ret<AnyBuffer>()  // codes_t
                                   .Ret<AnyBuffer>()  // block_scale_t
                                   .Ret<AnyBuffer>()  // amax_t
+                                  .Ret<AnyBuffer>()  // scratch
                                   .Attrs<jax_fp4::QuantizeAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
@@ -246,6 +247,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_activate_quantize, jax_fp4::activate_
                                   .Ret<AnyBuffer>()  // codes
                                   .Ret<AnyBuffer>()  // block_scale
                                   .Ret<AnyBuffer>()  // amax
+                                  .Ret<AnyBuffer>()  // scratch
                                   .Attrs<jax_fp4::AxisActivateAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
@@ -264,6 +266,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_activate_quantize_transpose,
                                   .Ret<AnyBuffer>()  // codes_t
                                   .Ret<AnyBuffer>()  // block_scale_t
                                   .Ret<AnyBuffer>()  // amax_t
+                                  .Ret<AnyBuffer>()  // scratch
                                   .Attrs<jax_fp4::ActivateAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 

@@ -14,14 +14,13 @@
 
 namespace jax_fp4 {
 
+using Out = ffi::Result<ffi::AnyBuffer>;
+
 // What every handler gets from its context.
 struct Context {
   cudaStream_t stream;
   int32_t ordinal;
-  ffi::ScratchAllocator& scratch;
 };
-
-using Out = ffi::Result<ffi::AnyBuffer>;
 
 // Makes the device of the call current while it lives.
 class OnDevice {
@@ -51,25 +50,29 @@ inline ffi::Error failed(const char* op, const char* what) {
   return ffi::Error(ffi::ErrorCode::kInternal, std::string(op) + ": " + what);
 }
 
+// `scratch` is a result of the call: memory of the allocator of XLA's context would be free again
+// when the handler returns, and a CUDA graph that was captured meanwhile would go on to write
+// there.
 template <class Problem>
 ffi::Error launch(const char* op, cudaError_t (*launcher)(const Problem&, void*, cudaStream_t),
-                  const Problem& problem, const Context& context) {
+                  const Problem& problem, const Context& context, Out* scratch = nullptr) {
+  const int64_t needed = cuda::scratch_bytes(problem);
+  const int64_t given = scratch == nullptr ? 0 : static_cast<int64_t>((*scratch)->size_bytes());
+  if (given < needed)
+    return ffi::Error::InvalidArgument(std::string(op) + ": scratch has " + std::to_string(given) +
+                                       " bytes; needs " + std::to_string(needed));
   const OnDevice device(context.ordinal);
   if (device.status() != cudaSuccess) return failed(op, cudaGetErrorString(device.status()));
-  void* scratch = nullptr;
-  if (const int64_t bytes = cuda::scratch_bytes(problem); bytes > 0) {
-    const auto allocated = context.scratch.Allocate(static_cast<size_t>(bytes), 16);
-    if (!allocated.has_value())
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                        std::string(op) + ": no device memory for " + std::to_string(bytes) +
-                            " bytes of scratch");
-    scratch = *allocated;
-  }
-  const cudaError_t status = launcher(problem, scratch, context.stream);
+  void* memory = scratch == nullptr ? nullptr : (*scratch)->untyped_data();
+  const cudaError_t status = launcher(problem, memory, context.stream);
   // The second is what queries about a kernel say of it.
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction)
     return failed(op, "this build has no kernel for the GPU's architecture; it has " JAX_FP4_ARCHS
                       ". Build with JAX_FP4_CUDA_ARCHS.");
+  if (status == cudaErrorNotSupported)
+    return failed(op,
+                  "its kernel needs a Hopper GPU, of compute capability 9.0, and this is another. "
+                  "Lower the program where the GPU is visible.");
   return status == cudaSuccess ? ffi::Error::Success() : failed(op, cudaGetErrorString(status));
 }
 
@@ -81,10 +84,7 @@ inline void require_aligned(Checks& checks, const std::string& name, const void*
 
 // The binding of a Context.
 inline auto in_context() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Ctx<ffi::ScratchAllocator>();
+  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>();
 }
 
 }  // namespace jax_fp4

@@ -7,7 +7,6 @@ namespace {
 
 using ffi::AnyBuffer;
 using ffi::DataType;
-using Out = ffi::Result<AnyBuffer>;
 
 int64_t extent(const AnyBuffer& buffer, size_t axis) {
   const auto dimensions = buffer.dimensions();
@@ -36,7 +35,8 @@ const float* factor(Checks& checks, const char* name, const AnyBuffer& buffer, i
 
 // Checks what all have, and launches.
 ffi::Error run(const char* op, Checks& checks, const AnyBuffer& group_sizes, AnyBuffer out,
-               const std::vector<int64_t>& shape, cuda::GemmProblem& p, const Context& context) {
+               const std::vector<int64_t>& shape, Out scratch, const std::string& lhs,
+               const std::string& rhs, cuda::GemmProblem& p, const Context& context) {
   checks.shape("group_sizes", group_sizes, DataType::S32, {}, {p.groups});
   p.out_dtype = checks.dtype("out", out);
   checks.shape("out", out, out.element_type(), {}, shape);
@@ -44,18 +44,18 @@ ffi::Error run(const char* op, Checks& checks, const AnyBuffer& group_sizes, Any
   p.out = out.untyped_data();
   const std::string why = cuda::why_not(p);
   checks.require(why.empty(), why);
-  require_aligned(checks, "the first operand", p.lhs);
-  require_aligned(checks, "the second operand", p.rhs);
+  require_aligned(checks, lhs, p.lhs);
+  require_aligned(checks, rhs, p.rhs);
+  require_aligned(checks, "block_scale", p.block_scale);
   require_aligned(checks, "out", p.out);
   if (!checks.ok()) return checks.error();
-  return launch(op, cuda::launch_grouped_gemm, p, context);
+  return launch(op, cuda::launch_grouped_gemm, p, context, &scratch);
 }
 
-ffi::Error grouped_matmul_impl(cudaStream_t stream, int32_t ordinal, ffi::ScratchAllocator scratch,
-                               AnyBuffer values, AnyBuffer codes, AnyBuffer block_scale,
-                               AnyBuffer lhs_factor, AnyBuffer rhs_factor, AnyBuffer bias,
-                               AnyBuffer row_weights, AnyBuffer group_sizes, Out out,
-                               bool lhs_of_rows) {
+ffi::Error grouped_matmul_impl(cudaStream_t stream, int32_t ordinal, AnyBuffer values,
+                               AnyBuffer codes, AnyBuffer block_scale, AnyBuffer lhs_factor,
+                               AnyBuffer rhs_factor, AnyBuffer bias, AnyBuffer row_weights,
+                               AnyBuffer group_sizes, Out out, Out scratch, bool lhs_of_rows) {
   constexpr const char* op = "jax_fp4_grouped_matmul";
   Checks checks(op);
   cuda::GemmProblem p = {};
@@ -74,13 +74,13 @@ ffi::Error grouped_matmul_impl(cudaStream_t stream, int32_t ordinal, ffi::Scratc
   p.row_weights = optional_floats(checks, "row_weights", row_weights, {p.m});
   p.lhs = values.untyped_data(), p.rhs = codes.untyped_data();
   p.block_scale = static_cast<const uint8_t*>(block_scale.untyped_data());
-  return run(op, checks, group_sizes, *out, {p.m, p.n}, p, {stream, ordinal, scratch});
+  return run(op, checks, group_sizes, *out, {p.m, p.n}, scratch, "values", "codes", p,
+             {stream, ordinal});
 }
 
-ffi::Error grouped_matmul_bf16_impl(cudaStream_t stream, int32_t ordinal,
-                                    ffi::ScratchAllocator scratch, AnyBuffer x, AnyBuffer w,
+ffi::Error grouped_matmul_bf16_impl(cudaStream_t stream, int32_t ordinal, AnyBuffer x, AnyBuffer w,
                                     AnyBuffer bias, AnyBuffer row_weights, AnyBuffer group_sizes,
-                                    Out out, bool transposed) {
+                                    Out out, Out scratch, bool transposed) {
   constexpr const char* op = "jax_fp4_grouped_matmul_bf16";
   Checks checks(op);
   cuda::GemmProblem p = {};
@@ -95,13 +95,13 @@ ffi::Error grouped_matmul_bf16_impl(cudaStream_t stream, int32_t ordinal,
   p.bias = optional_floats(checks, "bias", bias, {p.groups, p.n});
   p.row_weights = optional_floats(checks, "row_weights", row_weights, {p.m});
   p.lhs = x.untyped_data(), p.rhs = w.untyped_data();
-  return run(op, checks, group_sizes, *out, {p.m, p.n}, p, {stream, ordinal, scratch});
+  return run(op, checks, group_sizes, *out, {p.m, p.n}, scratch, "x", "w", p, {stream, ordinal});
 }
 
-ffi::Error grouped_contraction_impl(cudaStream_t stream, int32_t ordinal,
-                                    ffi::ScratchAllocator scratch, AnyBuffer lhs, AnyBuffer rhs,
-                                    AnyBuffer lhs_factor, AnyBuffer rhs_factor,
-                                    AnyBuffer group_sizes, Out out, bool rows_last, int64_t m) {
+ffi::Error grouped_contraction_impl(cudaStream_t stream, int32_t ordinal, AnyBuffer lhs,
+                                    AnyBuffer rhs, AnyBuffer lhs_factor, AnyBuffer rhs_factor,
+                                    AnyBuffer group_sizes, Out out, Out scratch, bool rows_last,
+                                    int64_t m) {
   constexpr const char* op = "jax_fp4_grouped_contraction";
   Checks checks(op);
   cuda::GemmProblem p = {};
@@ -122,7 +122,8 @@ ffi::Error grouped_contraction_impl(cudaStream_t stream, int32_t ordinal,
   p.lhs_factor = factor(checks, "lhs_factor", lhs_factor, p.groups, p.k, p.lhs_by_row);
   p.rhs_factor = factor(checks, "rhs_factor", rhs_factor, p.groups, p.n, p.rhs_by_column);
   p.lhs = lhs.untyped_data(), p.rhs = rhs.untyped_data();
-  return run(op, checks, group_sizes, *out, {p.groups, p.k, p.n}, p, {stream, ordinal, scratch});
+  return run(op, checks, group_sizes, *out, {p.groups, p.k, p.n}, scratch, "lhs", "rhs", p,
+             {stream, ordinal});
 }
 
 }  // namespace
@@ -141,6 +142,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_grouped_matmul, jax_fp4::grouped_matm
                                   .Arg<AnyBuffer>()  // row_weights
                                   .Arg<AnyBuffer>()  // group_sizes
                                   .Ret<AnyBuffer>()  // out
+                                  .Ret<AnyBuffer>()  // scratch
                                   .Attr<bool>("lhs_of_rows"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
@@ -152,6 +154,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_grouped_matmul_bf16, jax_fp4::grouped
                                   .Arg<AnyBuffer>()  // row_weights
                                   .Arg<AnyBuffer>()  // group_sizes
                                   .Ret<AnyBuffer>()  // out
+                                  .Ret<AnyBuffer>()  // scratch
                                   .Attr<bool>("transposed"),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
@@ -163,6 +166,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_grouped_contraction, jax_fp4::grouped
                                   .Arg<AnyBuffer>()  // rhs_factor
                                   .Arg<AnyBuffer>()  // group_sizes
                                   .Ret<AnyBuffer>()  // out
+                                  .Ret<AnyBuffer>()  // scratch
                                   .Attr<bool>("rows_last")
                                   .Attr<int64_t>("m"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,4 +1,5 @@
-// The kernel's two sides: one warp fetches tiles of both operands, two warpgroups multiply them.
+// The kernel's two sides: a thread fetches tiles of both operands and a warp their block scales,
+// two to four warpgroups multiply them.
 #ifndef JAX_FP4_XLA_FFI_KERNELS_GEMM_MULTIPLY_CUH_
 #define JAX_FP4_XLA_FFI_KERNELS_GEMM_MULTIPLY_CUH_
 
@@ -56,6 +57,7 @@ struct Queue {
   }
 };
 constexpr int kQueueBytes = Queue::kSlots * (sizeof(Tile) + 16);
+static_assert(Queue::kSlots * sizeof(Tile) % 8 == 0, "barriers follow the slots");
 
 // How the operand with the columns lies in memory.
 enum class Columns { kPacked, kAlong, kAcross };  // the contraction along its rows, or across them
@@ -89,7 +91,9 @@ struct GemmShape {
   static constexpr int kTableAt = kOutAt + kOutBytes;
   static constexpr int kBarriersAt = kTableAt + (kPacked ? 4 * cuda::kScaleBytes : 0);
   static constexpr int kPlanAt = kBarriersAt + 16 * stages + kQueueBytes;
-  static constexpr int bytes(int64_t count) { return kPlanAt + 8 * static_cast<int>(count + 2); }
+  static constexpr int kBytes = kPlanAt + 8 * (kMostGroups + 2);  // of shared memory
+  static_assert(kBytes <= 227 * 1024, "a thread block has so much");
+  static_assert(kFew + groups * kMany <= 65536 / kThreads / 8 * 8 * (1 + groups), "registers");
 };
 
 // The stages, a ring that both sides go round.
@@ -175,13 +179,14 @@ __device__ __forceinline__ void fetch_scales(const GemmTask& task, const Tile& t
   const int lines = task.columns - tile.column - lane;  // of which every 32nd is this lane's
   const uint8_t* from =
       task.block_scale + (int64_t{tile.group} * task.columns + tile.column + lane) * width;
+  const int64_t step = int64_t{32} * width;  // from one of a lane's lines to the next
   for (int block = 0; block < width; block += kBytes, ring.advance<S>(), from += kBytes) {
     const uint32_t to = ring.stage_memory<S>() + S::kScalesAt + lane * kBytes;
     wait_idly(ring.empty + 8 * ring.stage, ring.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < kLines; ++i) {
       const bool exists = 32 * i < lines;
-      const uint8_t* line = from + (exists ? 32 * i * width : 0);
+      const uint8_t* line = from + (exists ? i * step : 0);
       if (together) {
         copy_few<kBytes>(to + 32 * kBytes * i, exists ? line : task.block_scale, exists);
         continue;

@@ -27,7 +27,7 @@ struct GemmProblem {
   bool contracts_last;
   int64_t m, n, k, groups;
   int64_t stored;   // positions in memory of a contraction, kContraction and contracts_last
-  const void* lhs;  // under kPacked in interleaved order (decode_interleaved)
+  const void* lhs;  // under kPacked in interleaved order (launch_interleave)
   const void* rhs;  // codes under kPacked
   const uint8_t* block_scale;
   // The sums are multiplied by lhs_factor, then by rhs_factor. Null is one. [groups], or
@@ -41,13 +41,14 @@ struct GemmProblem {
   DType out_dtype;
 };
 
-constexpr int64_t kMostGroups = 1024;  // fit in shared memory
+constexpr int kMostGroups = 1024;  // fit in shared memory
 
 // Why the kernels do not take a problem, "" where they do: what they need is said in the text.
 const char* why_not(const GemmProblem& problem);
 
 inline int64_t scratch_bytes(const GemmProblem&) { return 16; }  // a number of tiles
 
+// cudaErrorNotSupported on a GPU that is no Hopper.
 cudaError_t launch_grouped_gemm(const GemmProblem& problem, void* scratch, cudaStream_t stream);
 
 }  // namespace jax_fp4::cuda

@@ -1,7 +1,7 @@
 // The products of grouped_gemm.h on Hopper. The columns of the result are the 64-wide side of a
 // warpgroup product, so that packed weights, decoded in registers, can be that operand; its rows
-// are the other side, of any multiple of eight. One thread block a multiprocessor: a warp fetches,
-// two warpgroups multiply, and tiles follow one another without a gap but for the stores.
+// are the other side, of any multiple of eight. One thread block a multiprocessor, in which tiles
+// follow one another without a gap but for the stores.
 #include "device.h"
 #include "gemm_multiply.cuh"
 #include "gemm_store.cuh"
@@ -269,11 +269,12 @@ cudaError_t launch(const GemmProblem& p, void* scratch, cudaStream_t stream) {
   if (error == cudaSuccess) error = make_map(encode, rows_operand<S>(p), rows);
   if (error == cudaSuccess) error = multiprocessors(&processors);
   const auto kernel = grouped_gemm<S, Store>;
-  const int bytes = S::bytes(p.groups);
-  if (error == cudaSuccess)
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
   const int64_t tiles = most_tiles<S>(p);
+  if (tiles >= int64_t{1} << 31) return cudaErrorInvalidValue;
+  // The same for all calls, since it is the function's and threads may launch at once.
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
+  if (error != cudaSuccess) return error;
   const unsigned blocks = static_cast<unsigned>(tiles < processors ? tiles : processors);
   GemmTask task = make_task(p);
   // Tiles of uneven groups take unequal times; drawing them costs the clearing of a number.
@@ -282,7 +283,7 @@ cudaError_t launch(const GemmProblem& p, void* scratch, cudaStream_t stream) {
     error = cudaMemsetAsync(scratch, 0, sizeof(*task.drawn), stream);
     if (error != cudaSuccess) return error;
   }
-  kernel<<<blocks, S::kThreads, static_cast<size_t>(bytes), stream>>>(task, columns, rows);
+  kernel<<<blocks, S::kThreads, S::kBytes, stream>>>(task, columns, rows);
   return cudaGetLastError();
 }
 
@@ -303,11 +304,10 @@ cudaError_t launch_dtype(const GemmProblem& p, void* scratch, cudaStream_t strea
 
 const char* why_not(const GemmProblem& p) {
   constexpr int64_t kMost = int64_t{1} << 31;
-  if (p.m <= 0 || p.n <= 0 || p.k <= 0 || p.groups <= 0) return "an extent is 0";
+  if (p.m <= 0 || p.n <= 0 || p.k <= 0 || p.groups <= 0) return "an extent is not positive";
   if (p.groups > kMostGroups) return "more than 1024 groups";
   if (p.m >= kMost - 1024 || p.n >= kMost - 1024 || p.k >= kMost - 1024 || p.stored >= kMost - 1024)
     return "an extent is beyond 2^31";
-  if (most_tiles<PackedFew>(p) >= kMost) return "too many tiles of the result";
   if (p.kind == Gemm::kPacked && p.k % kContractedTile != 0)
     return "the contracted extent is no multiple of 64";
   if (p.kind == Gemm::kContraction && p.contracts_last)
@@ -321,6 +321,10 @@ const char* why_not(const GemmProblem& p) {
 
 cudaError_t launch_grouped_gemm(const GemmProblem& p, void* scratch, cudaStream_t stream) {
   if (*why_not(p) != '\0') return cudaErrorInvalidValue;
+  bool hopper = false;
+  const cudaError_t error = is_hopper(&hopper);
+  if (error != cudaSuccess) return error;
+  if (!hopper) return cudaErrorNotSupported;
   switch (p.kind) {
     case Gemm::kPacked: {
       const int64_t mean = ceil_div(p.m, p.groups);

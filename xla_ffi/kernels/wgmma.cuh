@@ -1,4 +1,4 @@
-// Warpgroup products of sm_90a: 64 columns by 64 to 256 rows by 16, bfloat16 with float32 sums; and
+// Warpgroup products of sm_90a: 64 columns by 16 to 256 rows by 16, bfloat16 with float32 sums; and
 // the descriptors of their operands in shared memory.
 #ifndef JAX_FP4_XLA_FFI_KERNELS_WGMMA_CUH_
 #define JAX_FP4_XLA_FFI_KERNELS_WGMMA_CUH_
