@@ -187,7 +187,7 @@ def _always(_) -> bool:
 def dequantize_interleaved(
     codes: UInt8[Array, "m bytes"], block_scale: Float8e4m3fn[Array, "m blocks"]
 ) -> BFloat16[Array, "m c"]:
-    """-> code times block scale, each 64 in the order of INTERLEAVED, zeros up to a multiple of 64. CUDA only."""
+    """-> code times block scale, each 64 in the order of gemm_decode.cuh, zeros up to a multiple of 64. CUDA only."""
     out = jax.ShapeDtypeStruct((codes.shape[0], padded(PACK * codes.shape[1], INTERLEAVE)), jnp.bfloat16)
     form = dict(row_scaled=np.bool_(False), product_form=np.bool_(True), interleaved=np.bool_(True))
     return _call("jax_fp4_dequantize", out, (codes, block_scale, _or_absent(None)), bound=np.int32(E4M3_MAX), **form)

@@ -21,12 +21,7 @@ HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4  # the tile in which Blackwell tensor cores read scales
 
-# The order in which the Hopper product kernel reads each 64 values of a row beside packed weights: position
-# 16s + 2t + h + 8i holds element 16t + 8(s >> 1) + 2(s & 1) + i + 4h, with s, t below 4 and h, i below 2.
-INTERLEAVE = 64
-INTERLEAVED = tuple(
-    16 * (p >> 1 & 3) + 8 * (p >> 5) + 2 * (p >> 4 & 1) + (p >> 3 & 1) + 4 * (p & 1) for p in range(INTERLEAVE)
-)
+INTERLEAVE = 64  # values of a row that the Hopper product kernel reads in an order of its own (gemm_decode.cuh)
 
 
 @dataclass(frozen=True)

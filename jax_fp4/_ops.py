@@ -240,7 +240,7 @@ def _products_on_cuda(grouped: bool) -> str:
     if why := _ffi.hopper_missing():
         return f"products with {dot} ({why})"
     native = "products on sm_90a" if grouped else "quantized rows times packed weights on sm_90a"
-    rest = "those of float32 and float16" if grouped else "other products"
+    rest = "those of float32 and float16 arrays" if grouped else "other products"
     return f"{native}, {rest} with {dot}"
 
 

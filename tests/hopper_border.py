@@ -6,7 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fp4 import _ffi, _groups, _hopper, reference
-from jax_fp4._formats import INTERLEAVED, grouped_extent
+from jax_fp4._formats import INTERLEAVE, grouped_extent
+
+# The order of each 64 values of a row: position 16s + 2t + h + 8i holds element 16t + 8(s >> 1) + 2(s & 1) + i + 4h,
+# with s, t below 4 and h, i below 2.
+INTERLEAVED = tuple(
+    16 * (p >> 1 & 3) + 8 * (p >> 5) + 2 * (p >> 4 & 1) + (p >> 3 & 1) + 4 * (p & 1) for p in range(INTERLEAVE)
+)
 
 
 def stand_in(monkeypatch) -> list[str]:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouping import CASES, total
+from hopper_border import INTERLEAVED
 from products import error_of
 
 import jax_fp4 as fp4
-from jax_fp4._formats import INTERLEAVED
 
 
 def normal(seed, *shape, dtype=jnp.float32):

@@ -16,12 +16,6 @@ constexpr int kContractedTile = 64;  // a chunk: 128 bytes of bfloat16
 constexpr int kStep = 16;            // of one instruction
 constexpr int kBoxBytes = 64 * kContractedTile * 2;
 
-__device__ __forceinline__ uint32_t load_word(uint32_t at) {
-  uint32_t word;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at));
-  return word;
-}
-
 // The tiles that the block takes: one thread draws them and finds where they lie, all that work on
 // one take it from here.
 struct Queue {
@@ -37,9 +31,7 @@ struct Queue {
     wait_idly(empty + 8 * slot, turn / kSlots % 2 ^ 1);
     const auto* words = reinterpret_cast<const uint32_t*>(&tile);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(slots + (slot * kWords + i) * 4), "r"(words[i])
-                   : "memory");
+    for (int i = 0; i < kWords; ++i) store_word(slots + (slot * kWords + i) * 4, words[i]);
     arrive(full + 8 * slot);
     ++turn;
   }
@@ -134,14 +126,6 @@ __device__ __forceinline__ void fetch_boxes(uint32_t memory, const CUtensorMap& 
   }
 }
 
-// Begins the copy of 4, 8 or 16 bytes, or of so many zeros.
-template <int bytes>
-__device__ __forceinline__ void copy_few(uint32_t shared, const uint8_t* from, bool exists) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(bytes),
-               "r"(exists ? bytes : 0)
-               : "memory");
-}
-
 template <class S>
 __device__ __forceinline__ void fetch_tile(const CUtensorMap& columns, const CUtensorMap& rows,
                                            const Tile& tile, Ring& ring) {
@@ -207,17 +191,6 @@ __device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
   if (lane == 0) arrive(ring.empty + 8 * stage);
 }
 
-__device__ __forceinline__ uint64_t load_codes(uint32_t at) {
-  uint64_t codes;
-  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(codes) : "r"(at));
-  return codes;
-}
-__device__ __forceinline__ uint32_t load_byte(uint32_t at) {
-  uint32_t byte;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(at));
-  return byte;
-}
-
 // A lane's part of 64 columns and a chunk: a block of each of two columns, eight apart.
 struct LaneBlocks {
   uint64_t codes[2];
@@ -243,7 +216,7 @@ struct LaneBlocks {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       scale[i] = load_byte(scales_from + (8 * i * S::kChunks + chunk) * 4);
-      codes[i] = load_codes(from + 8 * i * 32 * S::kChunks);
+      codes[i] = load_double_word(from + 8 * i * 32 * S::kChunks);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) scale[i] = load_word(table + 4 * scale[i]);
@@ -323,18 +296,9 @@ __device__ __forceinline__ void load_rows(uint32_t rows, int lane, uint32_t b[8]
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t from = rows + row * 128 + ((4 * i + lane / 8 ^ row) << 4);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b[4 * i]), "=r"(b[4 * i + 1]), "=r"(b[4 * i + 2]), "=r"(b[4 * i + 3])
-                 : "r"(from));
+    load_matrices(from, b + 4 * i);
   }
 }
-__device__ __forceinline__ void multiply_warp(float* sums, const uint32_t* a, const uint32_t* b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7},"
-      " {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // The same for at most 8 rows, warp by warp: warpgroup products of so few take longer to wait for
 // than to do.
 template <class S>
@@ -382,8 +346,7 @@ __device__ __forceinline__ void clear_beyond(uint32_t stage, int length, int box
     if (!beyond) continue;
     const uint32_t memory = line < S::kTileColumns ? stage + S::kColumnsAt + line * 128
                                                    : stage + (line - S::kTileColumns) * 128;
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(memory + piece * 16), "r"(0)
-                 : "memory");
+    store_pieces(memory + piece * 16, make_uint4(0, 0, 0, 0));
   }
   publish_writes();
   meet(S::kGroups + 1, S::kGroups * kGroupThreads);

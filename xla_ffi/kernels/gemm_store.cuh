@@ -76,7 +76,8 @@ struct Finish {
 
 // The sums of a warpgroup's 64 columns at `column_of_tile`, kRows rows of them, of which sums [4 j]
 // to [4 j + 3] are rows 8 j + 2 t and the next of the lane's column, and the same of that 8
-// further. Staged are kStaged rows at a time, 128 bytes each, in the warpgroup's own memory.
+// further. Staged are kStaged rows at a time, 128 bytes each, in the warpgroup's own memory. In one
+// piece, since its parts as functions cost registers.
 template <class Store, int kRows, int kStaged, bool kByColumnAlone>
 __device__ __forceinline__ void store_staged(const float* sums, const GemmTask& task,
                                              const Tile& tile, const Finish& finish,
@@ -105,20 +106,14 @@ __device__ __forceinline__ void store_staged(const float* sums, const GemmTask& 
       const int row = 8 * (j + lane / 16) + lane % 8;
       const int piece = 2 * warp + lane / 8 % 2;
       const uint32_t at = stage + (row - begin) * 128 + ((piece ^ (row % 8)) << 4);
-      asm volatile(
-          "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-          "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-          : "memory");
+      store_matrices(at, words);
     }
     meet(barrier, kGroupThreads);
 #pragma unroll 4
     for (int i = thread; i < kStaged * 8; i += kGroupThreads) {
       const int row = i / 8, piece = i % 8;
       if (begin + row >= tile.rows || piece * 8 >= left) continue;
-      uint4 v;
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                   : "r"(stage + row * 128 + ((piece ^ (row % 8)) << 4)));
+      const uint4 v = load_pieces(stage + row * 128 + ((piece ^ (row % 8)) << 4));
       auto* to = out + static_cast<int64_t>(begin + row) * task.columns + piece * 8;
       if (whole) {
         *reinterpret_cast<uint4*>(to) = v;

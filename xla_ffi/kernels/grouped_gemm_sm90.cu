@@ -136,7 +136,7 @@ __device__ __forceinline__ void run(const GemmTask& task, const CUtensorMap& col
     reinterpret_cast<uint32_t*>(memory + S::kTableAt)[threadIdx.x] = widen_scale(threadIdx.x);
   __syncthreads();
   if (threadIdx.x < kGroupThreads) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::kFew));
+    give_registers<S::kFew>();
     if (threadIdx.x == 0) fetch<S>(task, plan, columns, rows, ring, queue);
     if constexpr (S::kPacked) {
       if (threadIdx.x / 32 != 1) return;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void run(const GemmTask& task, const CUtensorMap& col
         if (!tile.is_tail) fetch_scales<S>(task, tile, ring, threadIdx.x % 32);
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::kMany));
+    take_registers<S::kMany>();
     multiply<S, Store>(task, ring, queue);
   }
 }

@@ -44,6 +44,64 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, boo
 // Waits for the copies that this thread has begun.
 __device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Begins the copy of 4, 8 or 16 bytes, or of so many zeros.
+template <int bytes>
+__device__ __forceinline__ void copy_few(uint32_t shared, const uint8_t* from, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(bytes),
+               "r"(exists ? bytes : 0)
+               : "memory");
+}
+
+// ---- Shared memory, by address -----------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t load_word(uint32_t shared) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(shared));
+  return word;
+}
+
+__device__ __forceinline__ uint64_t load_double_word(uint32_t shared) {
+  uint64_t words;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(words) : "r"(shared));
+  return words;
+}
+__device__ __forceinline__ uint32_t load_byte(uint32_t shared) {
+  uint32_t byte;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(shared));
+  return byte;
+}
+
+__device__ __forceinline__ uint4 load_pieces(uint32_t shared) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(shared));
+  return v;
+}
+__device__ __forceinline__ void store_word(uint32_t shared, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
+}
+__device__ __forceinline__ void store_pieces(uint32_t shared, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Four matrices of 8 x 8 halves, the lines of each at the addresses of eight lanes.
+__device__ __forceinline__ void load_matrices(uint32_t line, uint32_t words[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(line));
+}
+// The same to memory, transposed.
+__device__ __forceinline__ void store_matrices(uint32_t line, const uint32_t words[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(line),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+#endif
+}
+
 // ---- Pairs of bfloat16 -------------------------------------------------------------------------
 
 __device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }

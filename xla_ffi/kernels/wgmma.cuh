@@ -1,5 +1,5 @@
-// Warpgroup products of sm_90a: 64 columns by 16 to 256 rows by 16, bfloat16 with float32 sums; and
-// the descriptors of their operands in shared memory.
+// Tensor core products of sm_90a: of a warpgroup, 64 columns by 16 to 256 rows by 16, bfloat16 with
+// float32 sums; and the descriptors of their operands in shared memory.
 #ifndef JAX_FP4_XLA_FFI_KERNELS_WGMMA_CUH_
 #define JAX_FP4_XLA_FFI_KERNELS_WGMMA_CUH_
 
@@ -17,6 +17,24 @@ __device__ __forceinline__ void wgmma_commit() {
 template <int pending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// The registers of a thread from here on, in a kernel of several roles: fewer, or more.
+template <int count>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// A warp's own product: sums[16, 8] += a[16, 16] * b[16, 8].
+__device__ __forceinline__ void multiply_warp(float* sums, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7},"
+      " {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 // The lower word of the descriptor of a tile that TMA wrote under the 128-byte swizzle, in lines of
