@@ -162,9 +162,8 @@ def activate_quantize_transpose(
 
 def dequantize(codes, block_scale, amax, bound: int, extent: int, dtype):
     """-> values [*b, r, extent] in the stored orientation; amax None: code times block scale, exact in bfloat16."""
-    batch = codes.shape[:-2]
     out = jax.ShapeDtypeStruct((*codes.shape[:-1], extent), dtype)
-    operands = codes, block_scale, jnp.zeros((*batch, 0), jnp.float32) if amax is None else amax
+    operands = codes, block_scale, _operand(amax, codes, jnp.float32)
     attributes = dict(
         bound=np.int32(bound),
         row_scaled=np.bool_(amax is not None and amax.ndim == codes.ndim - 1),
@@ -174,14 +173,12 @@ def dequantize(codes, block_scale, amax, bound: int, extent: int, dtype):
     def call(*operands, **more):
         return _call("jax_fp4_dequantize", out, operands, **attributes, **more)
 
-    if cuda_missing:
-        return call(*operands)
-    # The handlers of the two platforms differ in one attribute.
-    return choose(partial(call, interleaved=np.bool_(False)), call, usable=_always)(*operands)
+    return _by_platform(partial(call, interleaved=np.bool_(False)), call)(*operands)
 
 
-def _always(_) -> bool:
-    return True
+def _by_platform(on_cuda, on_cpu):
+    """One of two calls that differ in what the handlers of the platforms want."""
+    return on_cpu if cuda_missing else choose(on_cuda, on_cpu, usable=lambda _: True)
 
 
 def dequantize_interleaved(
@@ -190,7 +187,13 @@ def dequantize_interleaved(
     """-> code times block scale, each 64 in the order of gemm_decode.cuh, zeros up to a multiple of 64. CUDA only."""
     out = jax.ShapeDtypeStruct((codes.shape[0], padded(PACK * codes.shape[1], INTERLEAVE)), jnp.bfloat16)
     form = dict(row_scaled=np.bool_(False), product_form=np.bool_(True), interleaved=np.bool_(True))
-    return _call("jax_fp4_dequantize", out, (codes, block_scale, _or_absent(None)), bound=np.int32(E4M3_MAX), **form)
+    return _call(
+        "jax_fp4_dequantize",
+        out,
+        (codes, block_scale, _operand(None, codes, jnp.float32)),
+        bound=np.int32(E4M3_MAX),
+        **form,
+    )
 
 
 # --- products: CUDA only, for sm_90a ---
@@ -213,8 +216,9 @@ def grouped_matmul(
     """-> acc * lhs_factor * rhs_factor + row_weights * bias: rows of values, as `dequantize_interleaved` gives them,
     times the packed weights of their group. c is a multiple of 64; lhs_factor [m] if lhs_of_rows, else [g]."""
     out = jax.ShapeDtypeStruct((values.shape[0], codes.shape[1]), dtype)
-    operands = values, codes, block_scale, lhs_factor, rhs_factor, _or_absent(bias), _or_absent(row_weights)
-    return _product("jax_fp4_grouped_matmul", out, (*operands, group_sizes), lhs_of_rows=np.bool_(lhs_of_rows))
+    optional = (_operand(value, values, jnp.float32) for value in (bias, row_weights))
+    operands = values, codes, block_scale, lhs_factor, rhs_factor, *optional, group_sizes
+    return _product("jax_fp4_grouped_matmul", out, operands, lhs_of_rows=np.bool_(lhs_of_rows))
 
 
 def grouped_matmul_bf16(
@@ -230,7 +234,7 @@ def grouped_matmul_bf16(
     """-> x w + row_weights * bias for the rows of each group, w [g, k, n] or, transposed, [g, n, k]. k and the last
     axis of w are multiples of 8."""
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if transposed else 2]), dtype)
-    operands = x, w, _or_absent(bias), _or_absent(row_weights), group_sizes
+    operands = x, w, *(_operand(value, x, jnp.float32) for value in (bias, row_weights)), group_sizes
     return _product("jax_fp4_grouped_matmul_bf16", out, operands, transposed=np.bool_(transposed))
 
 
@@ -250,7 +254,8 @@ def grouped_contraction(
     at m."""
     rows = 0 if rows_last else 1
     out = jax.ShapeDtypeStruct((group_sizes.shape[0], lhs.shape[rows], rhs.shape[rows]), dtype)
-    operands = lhs, rhs, _or_absent(lhs_factor), _or_absent(rhs_factor), group_sizes
+    factors = (_operand(factor, lhs, jnp.float32) for factor in (lhs_factor, rhs_factor))
+    operands = lhs, rhs, *factors, group_sizes
     return _product("jax_fp4_grouped_contraction", out, operands, rows_last=np.bool_(rows_last), m=np.int64(m))
 
 
@@ -258,10 +263,6 @@ def _product(target: str, out, operands, **attributes):
     # One call takes one set of sizes, and has no batch.
     results = out, _scratch(COUNTER)
     return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*operands, **attributes)[0]
-
-
-def _or_absent(operand):
-    return jnp.zeros(0, jnp.float32) if operand is None else operand
 
 
 # CUDA handlers get their scratch as a result that nobody reads: it is XLA's like any other buffer, also while a CUDA
@@ -312,7 +313,7 @@ def _quantize(target: str, x, operands, amaxes: dict, seed, group_sizes, q: Quan
 
     if made:
         return on_cuda(*operands)
-    return on_cpu(*operands) if cuda_missing else choose(on_cuda, on_cpu, usable=_always)(*operands)
+    return _by_platform(on_cuda, on_cpu)(*operands)
 
 
 def _operand(value, x, dtype):

@@ -222,7 +222,8 @@ def supported(op: str, platform: str) -> Support:
     """Whether `op` has a native implementation on `platform` ("cpu", "cuda", ...); False says what runs instead.
 
     The reason of a product says what multiplies. Its kernels are for Hopper (sm_90a), and all GPUs of the process must
-    be; without any, the answer is that for a program lowered here to run on one.
+    be; without any, the answer is that for a program lowered here to run on one. In programs that XLA partitions its
+    dots remain.
     """
     check_choice("supported", "op", op, OPS, "these are the operations")
     if platform == "cpu":

@@ -30,7 +30,8 @@ def matmul(lhs, rhs, *, preferred_element_type=None):
     the promoted dtype of the operands. dx = matmul(dy, w.mT), dw = matmul(x.mT, dy).
 
     XLA's dot multiplies; on Hopper a kernel that reads rhs packed does, where both operands are quantized, rhs is one
-    matrix and not transformed, nothing is empty and no jax.vmap is around it (`supported` says whether it is there).
+    matrix and not transformed, nothing is empty, no jax.vmap is around it and XLA does not partition the program
+    (inside shard_map it does not). `supported` says whether it is there.
 
     Raises ValueError where the contracted extents differ, an operand is blocked along another axis, a format is not
     known, or one operand alone is Hadamard-transformed. Not differentiable in quantized operands.
@@ -68,8 +69,8 @@ def grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type=None):
     `preferred_element_type`, by default the promoted dtype of the operands.
 
     A loop of XLA's dot multiplies; on Hopper a kernel does, where both operands are quantized or the promoted dtype is
-    bfloat16, nothing is empty and there are at most 1024 groups (`supported` says whether it is there). jax.vmap then
-    calls it once for each entry.
+    bfloat16, nothing is empty, there are at most 1024 groups and XLA does not partition the program (inside shard_map
+    it does not); `supported` says whether it is there. jax.vmap then calls it once for each entry.
 
     Differentiable in arrays, in reverse mode; the gradient's products round dy to the dtype of the forward's operands.
     Raises TypeError and ValueError for operands that do not fit each other.
@@ -115,8 +116,7 @@ def _quantized(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, static: np.dtyp
     """In the dtype `static`, by XLA's dot."""
     # val x scale has at most 6 significant bits: exact in bfloat16, and a product of two is exact in float32. The
     # padding is multiplied too: it is zero, or after a transform belongs to the data.
-    length = PACK * lhs.codes.shape[-1]
-    a, b = (decode(q, jnp.bfloat16, length, product_form=True) for q in (lhs, rhs))
+    a, b = _product_form(lhs), _product_form(rhs)
     column, row = (reference.tensor_factor(q.amax, q.codes.ndim, q.bound) for q in (lhs, rhs))
     acc = _dot(a, b, rhs.ndim - 2, -1)
     return _epilogue(acc, column, jnp.swapaxes(row, -1, -2), static, bias)
@@ -271,7 +271,7 @@ def _contraction_on_hopper(lhs, rhs, group_sizes, static: _Static):
     if not _both_quantized(lhs, rhs):
         a, b = _values(lhs, static.compute).mT, _values(rhs, static.compute)
         return _hopper.contraction(a, b, group_sizes, static.dtype)
-    a, b = (decode(q, jnp.bfloat16, PACK * q.codes.shape[-1], product_form=True) for q in (lhs, rhs))
+    a, b = _product_form(lhs), _product_form(rhs)
     column, row = (reference.tensor_factor(q.amax, 3, q.bound) for q in (lhs, rhs))
     return _hopper.quantized_contraction(a, b, column, row, group_sizes, lhs.shape[-1], static.dtype)
 
@@ -281,7 +281,7 @@ def _rows_by_loops(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     both = _both_quantized(lhs, rhs)
     column = row = None
     if both:
-        a = decode(lhs, jnp.bfloat16, PACK * lhs.codes.shape[-1], product_form=True)
+        a = _product_form(lhs)
         column = reference.tensor_factor(amax_of_rows(lhs), 2, lhs.bound)
         column = jnp.broadcast_to(column, (out.shape[0], 1))
         row = jnp.swapaxes(reference.tensor_factor(rhs.amax, rhs.codes.ndim, rhs.bound), -1, -2)
@@ -298,7 +298,7 @@ def _rows_by_loops(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
         if not isinstance(w, QuantizedTensor):
             return w.astype(static.compute), contracted
         if both:
-            return decode(w, jnp.bfloat16, PACK * w.codes.shape[-1], product_form=True), 1  # stored [n, k]
+            return _product_form(w), 1  # stored [n, k]
         return decode(w, static.compute, w.extent), 1 if w.axis == 0 else 0
 
     def finish(acc, rows, group):
@@ -316,7 +316,7 @@ def _contraction_by_loops(lhs, rhs, group_sizes, static: _Static):
     groups, m = group_sizes.shape[0], lhs.shape[-1]
     out = jax.ShapeDtypeStruct((groups, lhs.shape[0], rhs.shape[-1]), static.dtype)
     if _both_quantized(lhs, rhs):
-        a, b = (decode(q, jnp.bfloat16, PACK * q.codes.shape[-1], product_form=True) for q in (lhs, rhs))
+        a, b = _product_form(lhs), _product_form(rhs)
         # Each group's columns, with the padding of its last block: zero, or after a transform part of the data.
         layout = _groups.columns(group_sizes, m)
         columns = _groups.Bounds(BLOCK * layout.first_block, BLOCK * (layout.first_block + layout.blocks))
@@ -331,6 +331,11 @@ def _contraction_by_loops(lhs, rhs, group_sizes, static: _Static):
     a, b = _values(lhs, static.compute).mT, _values(rhs, static.compute)
     where = _groups.bounds(group_sizes, m)
     return _ragged.contraction(a, b, where, None, out, lambda acc, _: acc.astype(static.dtype))
+
+
+def _product_form(q: QuantizedTensor):
+    """Code times block scale, padding and all, in the stored orientation: exact in bfloat16."""
+    return decode(q, jnp.bfloat16, PACK * q.codes.shape[-1], product_form=True)
 
 
 def _values(operand, dtype):

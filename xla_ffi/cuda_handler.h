@@ -1,5 +1,5 @@
-// What the handlers for platform CUDA share: the device of the call, scratch from XLA's allocator,
-// and what a launch may report.
+// What the handlers for platform CUDA share: the device of the call, its scratch, and what a launch
+// may report.
 #ifndef JAX_FP4_XLA_FFI_CUDA_HANDLER_H_
 #define JAX_FP4_XLA_FFI_CUDA_HANDLER_H_
 

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -220,17 +220,9 @@ def test_replay_honours_new_sizes(gpu, cpu):
 def test_threads_share_nothing(gpu, cpu):
     quantize = jax.jit(functools.partial(fp4.quantize_transpose, hadamard=True))
     inputs = [normal((256, 512), seed, jnp.bfloat16) for seed in range(6)]
-    want, got = [on(cpu, quantize, x) for x in inputs], [None] * 6
-
-    def run(i):
-        for _ in range(5):
-            got[i] = on(gpu, quantize, inputs[i])
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    want = [on(cpu, quantize, x) for x in inputs]
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        got = list(pool.map(lambda x: [on(gpu, quantize, x) for _ in range(5)][-1], inputs))
     for a, b in zip(got, want, strict=True):
         assert_same(a, b)
 
@@ -244,21 +236,16 @@ def test_programs_in_flight_share_nothing(gpu, cpu):
     grouped = jax.jit(lambda x: fp4.quantize_transpose(x, group_sizes=sizes))
     transformed = jax.jit(functools.partial(fp4.quantize_transpose, hadamard=True))
     inputs = [normal((200, 512), seed, jnp.bfloat16) for seed in range(20)]
-    got = {}
+    programs = grouped, transformed
 
     def run(program):
-        placed = jax.device_put(inputs, gpu)
-        got[program] = [program(x) for x in placed]
+        return [program(x) for x in jax.device_put(inputs, gpu)]
 
-    threads = [threading.Thread(target=run, args=(program,)) for program in (grouped, transformed)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for program, results in got.items():
+    with ThreadPoolExecutor(len(programs)) as pool:
+        got = list(pool.map(run, programs))
+    for program, results in zip(programs, got, strict=True):
         for x, result in zip(inputs, results, strict=True):
             assert_same(result, on(cpu, program, x))
-    assert len(got) == 2
 
 
 def test_the_device_is_that_of_the_call(gpu, cpu):

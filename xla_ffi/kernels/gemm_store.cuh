@@ -12,10 +12,9 @@
 namespace jax_fp4::cuda {
 namespace {
 
-// The result's type: one element, and two of consecutive rows in a word.
+// The result's type, and of narrow ones two of consecutive rows in a word.
 struct StoreF32 {
   using Word = float;
-  __device__ __forceinline__ static Word of(float value) { return value; }
 };
 struct StoreBF16 {
   using Word = uint16_t;
