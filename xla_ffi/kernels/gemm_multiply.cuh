@@ -56,7 +56,7 @@ enum class Columns { kPacked, kAlong, kAcross };  // the contraction along its r
 
 // A kernel: its operands, its tiles, and how many warpgroups multiply, 64 columns each.
 template <Columns columns, bool contraction, int tile_rows, int groups, int chunks, int stages,
-          int staged>
+          int round, int rounds>
 struct GemmShape {
   static constexpr Columns kColumns = columns;
   static constexpr bool kPacked = columns == Columns::kPacked;
@@ -66,7 +66,9 @@ struct GemmShape {
   static constexpr int kChunks = chunks, kStages = stages;
   static constexpr int kTileColumns = 64 * groups;
   static constexpr int kBoxRows = tile_rows < 64 ? tile_rows : 64;
-  static constexpr int kStagedRows = staged;  // of the result, on their way out
+  // Of the result, on their way out: rows that are staged at once, and rounds that there is room
+  // for.
+  static constexpr int kRoundRows = round, kRounds = rounds;
   static constexpr int kThreads = kGroupThreads * (1 + groups);
   // Registers of a thread that fetches and of one that multiplies; together those of the launch.
   static constexpr int kFew = groups == 4 ? 64 : 56;
@@ -79,7 +81,7 @@ struct GemmShape {
   static constexpr int kColumnsAt = kRowBytes * chunks;
   static constexpr int kScalesAt = kColumnsAt + kColumnBytes * chunks;
   static constexpr int kStageBytes = (kScalesAt + kScaleBytes * chunks + 1023) / 1024 * 1024;
-  static constexpr int kOutAt = stages * kStageBytes, kOutBytes = groups * staged * 128;
+  static constexpr int kOutAt = stages * kStageBytes, kOutBytes = groups * round * rounds * 128;
   static constexpr int kTableAt = kOutAt + kOutBytes;
   static constexpr int kBarriersAt = kTableAt + (kPacked ? 4 * cuda::kScaleBytes : 0);
   static constexpr int kPlanAt = kBarriersAt + 16 * stages + kQueueBytes;

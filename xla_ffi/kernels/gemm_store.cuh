@@ -73,24 +73,50 @@ struct Finish {
   }
 };
 
+// Rows of a stage [.., 64] to the result, those from `row` on, by threads: `columns` of them exist.
+template <class Word>
+__device__ __forceinline__ void copy_rows(uint32_t stage, int row, int rows, int columns,
+                                          const GemmTask& task, Word* out) {
+  const bool whole = task.columns % 8 == 0;  // so that eight columns are stored or none
+  for (int i = row * 8 + threadIdx.x % kGroupThreads; i < rows * 8; i += kGroupThreads) {
+    const int row = i / 8, piece = i % 8;
+    if (piece * 8 >= columns) continue;
+    const uint4 v = load_pieces(stage + row * 128 + ((piece ^ (row % 8)) << 4));
+    Word* to = out + static_cast<int64_t>(row) * task.columns + piece * 8;
+    if (whole) {
+      *reinterpret_cast<uint4*>(to) = v;
+    } else {
+      const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int e = 0; e < 8; ++e)
+        if (piece * 8 + e < columns) to[e] = static_cast<uint16_t>(pairs[e / 2] >> (16 * (e % 2)));
+    }
+  }
+}
+
+constexpr int kOutBoxRows = 32;
+
 // The sums of a warpgroup's 64 columns at `column_of_tile`, kRows rows of them, of which sums [4 j]
 // to [4 j + 3] are rows 8 j + 2 t and the next of the lane's column, and the same of that 8
-// further. Staged are kStaged rows at a time, 128 bytes each, in the warpgroup's own memory. In one
-// piece, since its parts as functions cost registers.
-template <class Store, int kRows, int kStaged, bool kByColumnAlone>
+// further. Rows are staged in rounds, 128 bytes each, in the warpgroup's own memory. From there the
+// copy engine stores them while the next product is under way, but not where a box has rows that
+// are another group's.
+template <class S, class Store, int kRows, bool kByColumnAlone>
 __device__ __forceinline__ void store_staged(const float* sums, const GemmTask& task,
-                                             const Tile& tile, const Finish& finish,
-                                             int column_of_tile, uint32_t stage, int barrier,
+                                             const CUtensorMap& map, const Tile& tile,
+                                             const Finish& finish, int column_of_tile,
+                                             uint32_t memory, int barrier,
                                              typename Store::Word* out) {
   const int thread = threadIdx.x % kGroupThreads, warp = thread / 32, lane = thread % 32;
-  const int left = task.columns - tile.column - column_of_tile;
-  const bool whole = task.columns % 8 == 0;  // so that eight columns are stored or none
+  constexpr int kRound = S::kRoundRows;
 #pragma unroll
-  for (int begin = 0; begin < kRows; begin += kStaged) {
+  for (int begin = 0; begin < kRows; begin += kRound) {
     if (begin >= tile.rows) break;
+    const uint32_t stage = memory + begin / kRound % S::kRounds * kRound * 128;
+    if (thread == 0) wait_for_stores<S::kRounds - 1>();
     meet(barrier, kGroupThreads);  // the stage is free
 #pragma unroll
-    for (int j = begin / 8; j < (begin + kStaged) / 8 && j < kRows / 8; j += 2) {
+    for (int j = begin / 8; j < (begin + kRound) / 8 && j < kRows / 8; j += 2) {
       uint32_t words[4];
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
@@ -102,27 +128,22 @@ __device__ __forceinline__ void store_staged(const float* sums, const GemmTask& 
               finish.operator()<kByColumnAlone>(sums[4 * (j + q / 2) + 2 * c + r], row + r, c);
         words[q] = Store::pair(value[0], value[1]);
       }
-      const int row = 8 * (j + lane / 16) + lane % 8;
+      const int row = 8 * (j + lane / 16) + lane % 8 - begin;
       const int piece = 2 * warp + lane / 8 % 2;
-      const uint32_t at = stage + (row - begin) * 128 + ((piece ^ (row % 8)) << 4);
-      store_matrices(at, words);
+      store_matrices(stage + row * 128 + ((piece ^ (row % 8)) << 4), words);
     }
+    publish_writes();
     meet(barrier, kGroupThreads);
-#pragma unroll 4
-    for (int i = thread; i < kStaged * 8; i += kGroupThreads) {
-      const int row = i / 8, piece = i % 8;
-      if (begin + row >= tile.rows || piece * 8 >= left) continue;
-      const uint4 v = load_pieces(stage + row * 128 + ((piece ^ (row % 8)) << 4));
-      auto* to = out + static_cast<int64_t>(begin + row) * task.columns + piece * 8;
-      if (whole) {
-        *reinterpret_cast<uint4*>(to) = v;
-      } else {
-        const uint32_t pairs[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e)
-          if (piece * 8 + e < left) to[e] = static_cast<uint16_t>(pairs[e / 2] >> (16 * (e % 2)));
-      }
+    const int rows = min(tile.rows - begin, kRound);
+    const int boxes = task.columns % 8 == 0 ? rows / kOutBoxRows : 0;
+    if (thread == 0) {
+      for (int i = 0; i < boxes; ++i)
+        store_box(map, tile.column + column_of_tile, tile.row + begin + i * kOutBoxRows,
+                  S::kContraction ? tile.group : 0, stage + i * kOutBoxRows * 128);
+      commit_stores();
     }
+    copy_rows(stage, boxes * kOutBoxRows, rows, task.columns - tile.column - column_of_tile, task,
+              out + int64_t{begin} * task.columns);
   }
 }
 

@@ -10,47 +10,55 @@ namespace jax_fp4::cuda {
 namespace {
 
 // Tiles for many rows a group, some, and a few.
-using PackedMany = GemmShape<Columns::kPacked, false, 256, 2, 1, 5, 128>;
-using PackedSome = GemmShape<Columns::kPacked, false, 128, 3, 2, 4, 64>;
-using PackedFew = GemmShape<Columns::kPacked, false, 16, 4, 4, 4, 16>;
-using RowsAlong = GemmShape<Columns::kAlong, false, 256, 2, 1, 4, 64>;
-using RowsAcross = GemmShape<Columns::kAcross, false, 256, 2, 1, 4, 64>;
-using ContractionAlong = GemmShape<Columns::kAlong, true, 256, 2, 1, 4, 64>;
-using ContractionAcross = GemmShape<Columns::kAcross, true, 256, 2, 1, 4, 64>;
+using PackedMany = GemmShape<Columns::kPacked, false, 256, 2, 1, 4, 128, 2>;
+using PackedSome = GemmShape<Columns::kPacked, false, 128, 3, 2, 4, 64, 1>;
+using PackedFew = GemmShape<Columns::kPacked, false, 16, 4, 4, 4, 16, 1>;
+using RowsAlong = GemmShape<Columns::kAlong, false, 256, 2, 1, 4, 64, 1>;
+using RowsAcross = GemmShape<Columns::kAcross, false, 256, 2, 1, 4, 64, 1>;
+using ContractionAlong = GemmShape<Columns::kAlong, true, 256, 2, 1, 3, 128, 2>;
+using ContractionAcross = GemmShape<Columns::kAcross, true, 256, 2, 1, 3, 128, 2>;
+
+// How both operands and the result lie in memory.
+struct Maps {
+  CUtensorMap columns, rows, out;
+};
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 template <class S, class Store, int kRows, bool kByColumnAlone>
 __device__ __forceinline__ void store_part(const float* sums, const GemmTask& task,
-                                           const Tile& tile, const Finish& finish, int column,
-                                           int warpgroup, uint32_t out_stage,
-                                           typename Store::Word* out) {
-  constexpr int kStaged = kRows < S::kStagedRows ? kRows : S::kStagedRows;
+                                           const CUtensorMap& map, const Tile& tile,
+                                           const Finish& finish, int column, int warpgroup,
+                                           uint32_t out_stage, typename Store::Word* out) {
   if constexpr (sizeof(typename Store::Word) == 4)
     store_floats<kRows, kByColumnAlone>(sums, task, tile, finish, column, out);
   else
-    store_staged<Store, kRows, kStaged, kByColumnAlone>(sums, task, tile, finish, column, out_stage,
-                                                        1 + warpgroup, out);
+    store_staged<S, Store, kRows, kByColumnAlone>(sums, task, map, tile, finish, column, out_stage,
+                                                  1 + warpgroup, out);
 }
 
-// Of 64 columns at `column` of the tile.
+// Of the warpgroup's 64 columns of the tile.
 template <class S, class Store, int kRows>
-__device__ __forceinline__ void store(const float* sums, const GemmTask& task, const Tile& tile,
-                                      int column, int warpgroup, uint32_t out_stage) {
+__device__ __forceinline__ void store(const float* sums, const GemmTask& task,
+                                      const CUtensorMap& map, const Tile& tile, int warpgroup,
+                                      uint32_t memory) {
+  const int column = warpgroup * 64;
+  const uint32_t stage = memory + S::kOutAt + warpgroup * S::kRoundRows * S::kRounds * 128;
   const int lane_column = column + threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4;
   const int64_t first = S::kContraction ? int64_t{tile.group} * task.rows + tile.row : tile.row;
   auto* out =
       static_cast<typename Store::Word*>(task.out) + first * task.columns + tile.column + column;
   const Finish finish(task, tile, lane_column, S::kContraction, S::kPacked ? kDecodedUnit : 1.0f);
   if (finish.by_column_alone)
-    store_part<S, Store, kRows, true>(sums, task, tile, finish, column, warpgroup, out_stage, out);
+    store_part<S, Store, kRows, true>(sums, task, map, tile, finish, column, warpgroup, stage, out);
   else
-    store_part<S, Store, kRows, false>(sums, task, tile, finish, column, warpgroup, out_stage, out);
+    store_part<S, Store, kRows, false>(sums, task, map, tile, finish, column, warpgroup, stage,
+                                       out);
 }
 
 template <class S, class Store, int kRows>
-__device__ __forceinline__ void multiply_and_store(const GemmTask& task, const Tile& tile,
-                                                   int warpgroup, Ring& ring, uint32_t out_stage) {
+__device__ __forceinline__ void multiply_and_store(const GemmTask& task, const CUtensorMap& out,
+                                                   const Tile& tile, int warpgroup, Ring& ring) {
   float sums[Wgmma<kRows>::kSums];
 #pragma unroll
   for (float& sum : sums) sum = 0.0f;
@@ -61,21 +69,21 @@ __device__ __forceinline__ void multiply_and_store(const GemmTask& task, const T
   } else {
     multiply_shared<S, kRows>(tile, warpgroup, ring, sums);
   }
-  store<S, Store, kRows>(sums, task, tile, warpgroup * 64, warpgroup, out_stage);
+  store<S, Store, kRows>(sums, task, out, tile, warpgroup, ring.memory);
 }
 
 // By the rows that a tile has: products of fewer rows, where they are enough.
 template <class S, class Store, int kRows>
-__device__ __forceinline__ void multiply_tile(const GemmTask& task, const Tile& tile, int warpgroup,
-                                              Ring& ring, uint32_t out_stage) {
+__device__ __forceinline__ void multiply_tile(const GemmTask& task, const CUtensorMap& out,
+                                              const Tile& tile, int warpgroup, Ring& ring) {
   constexpr int kQuarter = S::kTileRows / 4;
   if constexpr (S::kTileRows >= 128 && kRows > kQuarter) {
     if (tile.rows <= kRows - kQuarter) {
-      multiply_tile<S, Store, kRows - kQuarter>(task, tile, warpgroup, ring, out_stage);
+      multiply_tile<S, Store, kRows - kQuarter>(task, out, tile, warpgroup, ring);
       return;
     }
   }
-  multiply_and_store<S, Store, kRows>(task, tile, warpgroup, ring, out_stage);
+  multiply_and_store<S, Store, kRows>(task, out, tile, warpgroup, ring);
 }
 
 template <class S>
@@ -94,8 +102,7 @@ __device__ __forceinline__ void start_barriers(const Ring& ring, const Queue& qu
 
 // A thread draws tiles and fetches both operands of each.
 template <class S>
-__device__ __forceinline__ void fetch(const GemmTask& task, const Plan& plan,
-                                      const CUtensorMap& columns, const CUtensorMap& rows,
+__device__ __forceinline__ void fetch(const GemmTask& task, const Plan& plan, const Maps& maps,
                                       Ring& ring, Queue& queue) {
   Tiles<S::kTileRows, S::kTileColumns, S::kContraction> tiles(task, plan);
   const uint32_t count = tiles.count();
@@ -103,29 +110,29 @@ __device__ __forceinline__ void fetch(const GemmTask& task, const Plan& plan,
     const Tile tile = tiles.at(i);
     queue.put(tile);
     i = task.drawn == nullptr ? i + gridDim.x : gridDim.x + atomicAdd(task.drawn, 1u);
-    if (!tile.is_tail) fetch_tile<S>(columns, rows, tile, ring);
+    if (!tile.is_tail) fetch_tile<S>(maps.columns, maps.rows, tile, ring);
   }
   queue.put({});
 }
 
 template <class S, class Store>
-__device__ __forceinline__ void multiply(const GemmTask& task, Ring& ring, Queue& queue) {
+__device__ __forceinline__ void multiply(const GemmTask& task, const CUtensorMap& out_map,
+                                         Ring& ring, Queue& queue) {
   const int warpgroup = threadIdx.x / kGroupThreads - 1;
-  const uint32_t out_stage = ring.memory + S::kOutAt + warpgroup * S::kStagedRows * 128;
   for (Tile tile; queue.take(tile);) {
     if (!tile.is_tail) {
-      multiply_tile<S, Store, S::kTileRows>(task, tile, warpgroup, ring, out_stage);
+      multiply_tile<S, Store, S::kTileRows>(task, out_map, tile, warpgroup, ring);
     } else {
       auto* out = static_cast<typename Store::Word*>(task.out);
       store_zeros(task, tile, S::kTileColumns, threadIdx.x - kGroupThreads,
                   S::kGroups * kGroupThreads, out + int64_t{tile.row} * task.columns + tile.column);
     }
   }
+  wait_for_stores<0>();  // which read the block's memory
 }
 
 template <class S, class Store>
-__device__ __forceinline__ void run(const GemmTask& task, const CUtensorMap& columns,
-                                    const CUtensorMap& rows, uint8_t* memory) {
+__device__ __forceinline__ void run(const GemmTask& task, const Maps& maps, uint8_t* memory) {
   Ring ring = Ring::of<S>(shared_address(memory));
   Queue queue(ring.memory + S::kPlanAt - kQueueBytes);
   auto* numbers = reinterpret_cast<int32_t*>(memory + S::kPlanAt);
@@ -137,7 +144,7 @@ __device__ __forceinline__ void run(const GemmTask& task, const CUtensorMap& col
   __syncthreads();
   if (threadIdx.x < kGroupThreads) {
     give_registers<S::kFew>();
-    if (threadIdx.x == 0) fetch<S>(task, plan, columns, rows, ring, queue);
+    if (threadIdx.x == 0) fetch<S>(task, plan, maps, ring, queue);
     if constexpr (S::kPacked) {
       if (threadIdx.x / 32 != 1) return;
       for (Tile tile; queue.take(tile);)
@@ -145,7 +152,7 @@ __device__ __forceinline__ void run(const GemmTask& task, const CUtensorMap& col
     }
   } else {
     take_registers<S::kMany>();
-    multiply<S, Store>(task, ring, queue);
+    multiply<S, Store>(task, maps.out, ring, queue);
   }
 }
 
@@ -153,11 +160,10 @@ __device__ __forceinline__ void run(const GemmTask& task, const CUtensorMap& col
 
 template <class S, class Store>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    grouped_gemm(const __grid_constant__ GemmTask task, const __grid_constant__ CUtensorMap columns,
-                 const __grid_constant__ CUtensorMap rows) {
+    grouped_gemm(const __grid_constant__ GemmTask task, const __grid_constant__ Maps maps) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t memory[];
-  run<S, Store>(task, columns, rows, memory);
+  run<S, Store>(task, maps, memory);
 #else
   __trap();
 #endif
@@ -181,7 +187,8 @@ cudaError_t find_encode(EncodeTiled& encode) {
   return result == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorCallRequiresNewerDriver;
 }
 
-// An operand [depth, lines, width], of bytes or of bfloat16, in boxes of [box_lines, box_width].
+// An operand or result [depth, lines, width], of bytes or of 16-bit values, in boxes of
+// [box_lines, box_width].
 struct Operand {
   const void* data;
   bool bytes;
@@ -224,6 +231,24 @@ Operand rows_operand(const GemmProblem& p) {
                         : Operand{p.lhs, false, p.stored, p.k, 1, kContractedTile, S::kBoxRows};
 }
 
+template <class S>
+Operand out_operand(const GemmProblem& p) {
+  if (S::kContraction) return {p.out, false, p.n, p.k, p.groups, 64, kOutBoxRows};
+  return {p.out, false, p.n, p.m, 1, 64, kOutBoxRows};
+}
+
+// There is none of a result that threads store: of float32, or whose rows are not whole vectors.
+template <class S>
+cudaError_t make_maps(const GemmProblem& p, Maps& maps) {
+  EncodeTiled encode = nullptr;
+  cudaError_t error = find_encode(encode);
+  if (error == cudaSuccess) error = make_map(encode, columns_operand<S>(p), maps.columns);
+  if (error == cudaSuccess) error = make_map(encode, rows_operand<S>(p), maps.rows);
+  if (error == cudaSuccess && p.out_dtype != DType::kF32 && p.n % 8 == 0)
+    error = make_map(encode, out_operand<S>(p), maps.out);
+  return error;
+}
+
 GemmTask make_task(const GemmProblem& p) {
   GemmTask task = {};
   const bool contraction = p.kind == Gemm::kContraction;
@@ -261,12 +286,9 @@ int64_t longest(const GemmProblem& p, int processors) {
 
 template <class S, class Store>
 cudaError_t launch(const GemmProblem& p, void* scratch, cudaStream_t stream) {
-  EncodeTiled encode = nullptr;
-  CUtensorMap columns, rows;
+  Maps maps = {};
   int processors = 0;
-  cudaError_t error = find_encode(encode);
-  if (error == cudaSuccess) error = make_map(encode, columns_operand<S>(p), columns);
-  if (error == cudaSuccess) error = make_map(encode, rows_operand<S>(p), rows);
+  cudaError_t error = make_maps<S>(p, maps);
   if (error == cudaSuccess) error = multiprocessors(&processors);
   const auto kernel = grouped_gemm<S, Store>;
   const int64_t tiles = most_tiles<S>(p);
@@ -283,7 +305,7 @@ cudaError_t launch(const GemmProblem& p, void* scratch, cudaStream_t stream) {
     error = cudaMemsetAsync(scratch, 0, sizeof(*task.drawn), stream);
     if (error != cudaSuccess) return error;
   }
-  kernel<<<blocks, S::kThreads, S::kBytes, stream>>>(task, columns, rows);
+  kernel<<<blocks, S::kThreads, S::kBytes, stream>>>(task, maps);
   return cudaGetLastError();
 }
 

@@ -72,6 +72,24 @@ __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap& map
       "l"(&map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
+// The way back, in the background: what of the box lies inside.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, int x, int y, int z,
+                                          uint32_t shared) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+      "r"(shared), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+// Of one thread: its stores so far are a group; until at most `pending` groups have yet to read
+// shared memory.
+__device__ __forceinline__ void commit_stores() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+template <int pending>
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+
 }  // namespace jax_fp4::cuda
 
 #endif  // JAX_FP4_XLA_FFI_KERNELS_TMA_CUH_
