@@ -72,11 +72,26 @@ def hopper_missing() -> str:
     """
     if sm90a_missing():
         return sm90a_missing()
+    return f"{gpu} is no Hopper GPU" if (gpu := untested_gpu()) else ""
+
+
+def untested_gpu() -> str:
+    """A GPU of this process on which nothing here was ever run, since it is not Hopper's; "" if there is none."""
+    return next((gpu.device_kind for gpu in _gpus() if gpu.compute_capability != "9.0"), "")
+
+
+def on_blackwell() -> bool:
+    """Whether a program that is lowered for CUDA now runs on the FP4 tensor cores of compute capability 10: all GPUs of
+    the process have them. Where it has none they are taken to be Hopper's, as above."""
+    gpus = _gpus()
+    return bool(gpus) and all(gpu.compute_capability.startswith("10.") for gpu in gpus)
+
+
+def _gpus() -> list:
     try:
-        gpus = jax.devices("cuda")
+        return jax.devices("cuda")
     except RuntimeError:  # no such backend
-        return ""
-    return next((f"{gpu.device_kind} is no Hopper GPU" for gpu in gpus if gpu.compute_capability != "9.0"), "")
+        return []
 
 
 _COMPUTE = {"float32": 0, "bfloat16": 1, "float16": 2}

@@ -223,7 +223,7 @@ def supported(op: str, platform: str) -> Support:
 
     The reason of a product says what multiplies. Its kernels are for Hopper (sm_90a), and all GPUs of the process must
     be; without any, the answer is that for a program lowered here to run on one. In programs that XLA partitions its
-    dots remain.
+    dots remain. The reason says "untested" where the process has a GPU of a kind on which nothing here was run.
     """
     check_choice("supported", "op", op, OPS, "these are the operations")
     if platform == "cpu":
@@ -231,13 +231,16 @@ def supported(op: str, platform: str) -> Support:
         return Support(True, f"native handlers, {_ffi.isa()}{dot}")
     if platform == "cuda" and not _ffi.cuda_missing:
         products = "" if op in NATIVE else f"; {_products_on_cuda(op.startswith('grouped'))}"
-        return Support(True, f"native kernels for {_ffi.cuda_archs()}{products}")
+        untested = f"; untested on {gpu}" if (gpu := _ffi.untested_gpu()) else ""
+        return Support(True, f"native kernels for {_ffi.cuda_archs()}{products}{untested}")
     why = _ffi.cuda_missing if platform == "cuda" else f"no kernel for {platform} in this version"
     return Support(False, f"{why}: the traceable reference runs, strict() refuses it")
 
 
 def _products_on_cuda(grouped: bool) -> str:
     dot = "a loop of XLA's dot" if grouped else "XLA's dot"
+    if _ffi.on_blackwell() and not grouped:
+        return f"two quantized operands with jax.nn.scaled_matmul, other products with {dot}"
     if why := _ffi.hopper_missing():
         return f"products with {dot} ({why})"
     native = "products on sm_90a" if grouped else "quantized rows times packed weights on sm_90a"

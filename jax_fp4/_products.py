@@ -11,7 +11,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from jax_fp4 import _groups, _hopper, _ragged, reference
+from jax_fp4 import _blackwell, _groups, _hopper, _ragged, reference
 from jax_fp4._arguments import check_group_sizes
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
@@ -31,7 +31,9 @@ def matmul(lhs, rhs, *, preferred_element_type=None):
 
     XLA's dot multiplies; on Hopper a kernel that reads rhs packed does, where both operands are quantized, rhs is one
     matrix and not transformed, nothing is empty, no jax.vmap is around it and XLA does not partition the program
-    (inside shard_map it does not). `supported` says whether it is there.
+    (inside shard_map it does not). On Blackwell `jax.nn.scaled_matmul` multiplies two quantized operands under the last
+    three conditions where k, rounded up to 16, is a multiple of 32 and n of 4: untested on that hardware. `supported`
+    says which is there.
 
     Raises ValueError where the contracted extents differ, an operand is blocked along another axis, a format is not
     known, or one operand alone is Hadamard-transformed. Not differentiable in quantized operands.
@@ -113,13 +115,26 @@ def product(lhs, rhs, dtype, bias=None, *, weights: bool = True):
 
 
 def _quantized(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, static: np.dtype):
-    """In the dtype `static`, by XLA's dot."""
+    """In the dtype `static`: on Blackwell by its tensor cores, elsewhere by XLA's dot."""
+    if _blackwell.takes(lhs, rhs):
+        return _blackwell.chosen(_quantized_on_blackwell, _quantized_by_dot, static, lhs, rhs, bias)
+    return _quantized_by_dot(lhs, rhs, bias, static)
+
+
+def _quantized_by_dot(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, static: np.dtype):
     # val x scale has at most 6 significant bits: exact in bfloat16, and a product of two is exact in float32. The
     # padding is multiplied too: it is zero, or after a transform belongs to the data.
-    a, b = _product_form(lhs), _product_form(rhs)
+    acc = _dot(_product_form(lhs), _product_form(rhs), rhs.ndim - 2, -1)
+    return _with_tensor_factors(acc, lhs, rhs, bias, static)
+
+
+def _quantized_on_blackwell(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, static: np.dtype):
+    return _with_tensor_factors(_blackwell.product(lhs, rhs), lhs, rhs, bias, static)
+
+
+def _with_tensor_factors(acc, lhs: QuantizedTensor, rhs: QuantizedTensor, bias, dtype):
     column, row = (reference.tensor_factor(q.amax, q.codes.ndim, q.bound) for q in (lhs, rhs))
-    acc = _dot(a, b, rhs.ndim - 2, -1)
-    return _epilogue(acc, column, jnp.swapaxes(row, -1, -2), static, bias)
+    return _epilogue(acc, column, jnp.swapaxes(row, -1, -2), dtype, bias)
 
 
 def _quantized_on_hopper(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, static: np.dtype):

@@ -19,7 +19,7 @@ RANKS = {
         0: "_formats _errors",
         1: "_recipe _array _record _placement _groups _lowering checkpoint_policies",
         2: "reference _ffi _arguments _ragged",
-        3: "_ops _rules _hopper _operands",
+        3: "_ops _rules _hopper _blackwell _operands",
         4: "_products",
         5: "_gather _modes _activations _norm",
         6: "_dense",

@@ -54,9 +54,10 @@ static_assert(Queue::kSlots * sizeof(Tile) % 8 == 0, "barriers follow the slots"
 // How the operand with the columns lies in memory.
 enum class Columns { kPacked, kAlong, kAcross };  // the contraction along its rows, or across them
 
-// A kernel: its operands, its tiles, and how many warpgroups multiply, 64 columns each.
+// A kernel: its operands, its tiles, and how many warpgroups multiply, 64 columns each. `sharers`
+// of them have the same columns and each its part of the chunks.
 template <Columns columns, bool contraction, int tile_rows, int groups, int chunks, int stages,
-          int round, int rounds>
+          int round, int rounds, int sharers = 1>
 struct GemmShape {
   static constexpr Columns kColumns = columns;
   static constexpr bool kPacked = columns == Columns::kPacked;
@@ -64,7 +65,8 @@ struct GemmShape {
   static constexpr bool kRowsAcross = contraction && columns == Columns::kAcross;
   static constexpr int kTileRows = tile_rows, kGroups = groups;
   static constexpr int kChunks = chunks, kStages = stages;
-  static constexpr int kTileColumns = 64 * groups;
+  static constexpr int kSharers = sharers, kOwnChunks = chunks / sharers;
+  static constexpr int kTileColumns = 64 * groups / sharers;
   static constexpr int kBoxRows = tile_rows < 64 ? tile_rows : 64;
   // Of the result, on their way out: rows that are staged at once, and rounds that there is room
   // for.
@@ -82,7 +84,9 @@ struct GemmShape {
   static constexpr int kScalesAt = kColumnsAt + kColumnBytes * chunks;
   static constexpr int kStageBytes = (kScalesAt + kScaleBytes * chunks + 1023) / 1024 * 1024;
   static constexpr int kOutAt = stages * kStageBytes, kOutBytes = groups * round * rounds * 128;
-  static constexpr int kTableAt = kOutAt + kOutBytes;
+  static constexpr int kSharedAt = kOutAt + kOutBytes;  // sums of those that share
+  static constexpr int kSharedBytes = groups * 64 * tile_rows * 4 * (sharers - 1) / sharers;
+  static constexpr int kTableAt = kSharedAt + kSharedBytes;
   static constexpr int kBarriersAt = kTableAt + (kPacked ? 4 * cuda::kScaleBytes : 0);
   static constexpr int kPlanAt = kBarriersAt + 16 * stages + kQueueBytes;
   static constexpr int kBytes = kPlanAt + 8 * (kMostGroups + 2);  // of shared memory
@@ -193,24 +197,33 @@ __device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
   if (lane == 0) arrive(ring.empty + 8 * stage);
 }
 
+// Where a lane's part of a stage begins: codes and scales, in lines of columns, swizzled where they
+// are of 128 bytes; and the rows of the warpgroup's chunks.
+struct LanePlaces {
+  uint32_t codes, scales, rows;
+
+  template <class S>
+  __device__ __forceinline__ static LanePlaces of(int warpgroup) {
+    const int lane = threadIdx.x % 32, t = lane % 4;
+    const int column = warpgroup / S::kSharers * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int chunk = warpgroup % S::kSharers * S::kOwnChunks;
+    const int swizzle = S::kChunks == 4 ? column % 8 << 4 : 0;
+    LanePlaces places = {
+        static_cast<uint32_t>(S::kColumnsAt + column * 32 * S::kChunks +
+                              ((chunk * 32 + t * 8) ^ swizzle)),
+        static_cast<uint32_t>(S::kScalesAt + (column * S::kChunks + chunk) * 4 + t),
+        S::kSharers > 1 ? __shfl_sync(~0u, chunk * S::kRowBytes, 0) : 0u};
+    asm volatile("" : "+r"(places.codes), "+r"(places.scales));  // else computed for every load
+    return places;
+  }
+};
+
 // A lane's part of 64 columns and a chunk: a block of each of two columns, eight apart.
 struct LaneBlocks {
   uint64_t codes[2];
   uint32_t scale[2];
 
-  // Where a lane's codes and scales lie in a stage: in lines of columns, swizzled where they are of
-  // 128 bytes.
-  template <class S>
-  __device__ __forceinline__ static uint32_t codes_at(int column, int t) {
-    const int swizzle = S::kChunks == 4 ? column % 8 << 4 : 0;
-    return S::kColumnsAt + column * 32 * S::kChunks + (t * 8 ^ swizzle);
-  }
-  template <class S>
-  __device__ __forceinline__ static uint32_t scales_at(int column, int t) {
-    return S::kScalesAt + column * 4 * S::kChunks + t;
-  }
-
-  // Of a chunk of the stage, from there on; `table` is that of scales.
+  // Of a chunk from there on; `table` is that of scales.
   template <class S>
   __device__ __forceinline__ void load(uint32_t codes_from, uint32_t scales_from, uint32_t table,
                                        int chunk) {
@@ -241,27 +254,27 @@ struct LaneBlocks {
 template <class S, int kRows>
 __device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile& tile,
                                                 int warpgroup, Ring& ring, float* sums) {
-  const int lane = threadIdx.x % 32, column = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  uint32_t codes_at = LaneBlocks::codes_at<S>(column, lane % 4);
-  uint32_t scales_at = LaneBlocks::scales_at<S>(column, lane % 4);
-  asm volatile("" : "+r"(codes_at), "+r"(scales_at));  // else computed again for every load
-  constexpr int kParts = kRows <= 16 ? 1 : 2, kSteps = kContractedTile / kStep / kParts;
+  const int lane = threadIdx.x % 32;
+  const LanePlaces places = LanePlaces::of<S>(warpgroup);
+  constexpr int kParts = kRows <= 16 && S::kOwnChunks > 1 ? 1 : 2;
+  constexpr int kSteps = kContractedTile / kStep / kParts;
   uint32_t a[2][4 * kSteps];
   int before = -1;  // the stage that is to be released
   LaneBlocks blocks[2];
   const auto load = [&](uint32_t stage, int chunk) {
-    blocks[chunk % 2].load<S>(stage + codes_at, stage + scales_at, ring.memory + S::kTableAt,
-                              chunk);
+    blocks[chunk % 2].load<S>(stage + places.codes, stage + places.scales,
+                              ring.memory + S::kTableAt, chunk);
   };
   wait(ring.full + 8 * ring.stage, ring.parity);
   load(ring.stage_memory<S>(), 0);
-  for (int left = tile.length; left > 0; left -= S::kChunks * kContractedTile) {
+  int left = tile.length;
+  do {  // at least once (wgmma_finish)
     const int now = ring.stage;
     const uint32_t stage = __shfl_sync(~0u, ring.stage_memory<S>(), 0);  // in a uniform register
 #pragma unroll
-    for (int chunk = 0; chunk < S::kChunks; ++chunk) {
-      const uint32_t rows = describe(stage + chunk * S::kRowBytes);
-      const bool last = chunk + 1 == S::kChunks;
+    for (int chunk = 0; chunk < S::kOwnChunks; ++chunk) {
+      const uint32_t rows = describe(stage + places.rows + chunk * S::kRowBytes);
+      const bool last = chunk + 1 == S::kOwnChunks;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         uint32_t* registers = a[kParts == 1 ? chunk % 2 : part];
@@ -287,8 +300,8 @@ __device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile
       }
     }
     before = now;
-  }
-  wgmma_wait<0>();
+  } while ((left -= S::kChunks * kContractedTile) > 0);
+  wgmma_finish<Wgmma<kRows>::kSums>(sums);
   if (before >= 0) release(ring, before, lane);
 }
 
@@ -306,24 +319,22 @@ __device__ __forceinline__ void load_rows(uint32_t rows, int lane, uint32_t b[8]
 template <class S>
 __device__ __forceinline__ void multiply_few(const GemmTask& task, const Tile& tile, int warpgroup,
                                              Ring& ring, float* sums) {
-  const int lane = threadIdx.x % 32, column = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-  uint32_t codes_at = LaneBlocks::codes_at<S>(column, lane % 4);
-  uint32_t scales_at = LaneBlocks::scales_at<S>(column, lane % 4);
-  asm volatile("" : "+r"(codes_at), "+r"(scales_at));  // else computed again for every load
+  const int lane = threadIdx.x % 32;
+  const LanePlaces places = LanePlaces::of<S>(warpgroup);
   LaneBlocks blocks[2];
   uint32_t b[2][8];
   for (int left = tile.length; left > 0; left -= S::kChunks * kContractedTile, ring.advance<S>()) {
     wait(ring.full + 8 * ring.stage, ring.parity);
     const uint32_t stage = __shfl_sync(~0u, ring.stage_memory<S>(), 0);  // in a uniform register
     const auto load = [&](int chunk) {
-      blocks[chunk % 2].load<S>(stage + codes_at, stage + scales_at, ring.memory + S::kTableAt,
-                                chunk);
-      load_rows(stage + chunk * S::kRowBytes, lane, b[chunk % 2]);
+      blocks[chunk % 2].load<S>(stage + places.codes, stage + places.scales,
+                                ring.memory + S::kTableAt, chunk);
+      load_rows(stage + places.rows + chunk * S::kRowBytes, lane, b[chunk % 2]);
     };
     load(0);
 #pragma unroll
-    for (int chunk = 0; chunk < S::kChunks; ++chunk) {
-      if (chunk + 1 < S::kChunks) load(chunk + 1);
+    for (int chunk = 0; chunk < S::kOwnChunks; ++chunk) {
+      if (chunk + 1 < S::kOwnChunks) load(chunk + 1);
       uint32_t a[16];
       blocks[chunk % 2].decode<0>(task.places, a);
       blocks[chunk % 2].decode<1>(task.places, a + 8);
@@ -332,6 +343,36 @@ __device__ __forceinline__ void multiply_few(const GemmTask& task, const Tile& t
     }
     __syncwarp();
     release(ring, ring.stage, lane);
+  }
+}
+
+// The sums of all warpgroups that share columns, in their order, to the first of them.
+template <class S, int kSums>
+__device__ __forceinline__ void gather_sums(float* sums, int warpgroup, uint32_t memory) {
+  static_assert(S::kSharers == S::kGroups, "one set of columns");
+  constexpr int kPart = kSums * 4 * kGroupThreads;
+  const uint32_t from = memory + S::kSharedAt + threadIdx.x % kGroupThreads * 16;
+  meet(S::kGroups + 1, S::kGroups * kGroupThreads);  // the sums before have been read
+  if (warpgroup > 0) {
+#pragma unroll
+    for (int i = 0; i < kSums / 4; ++i) {
+      uint32_t words[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) words[e] = __float_as_uint(sums[4 * i + e]);
+      store_pieces(from + (warpgroup - 1) * kPart + i * 16 * kGroupThreads,
+                   make_uint4(words[0], words[1], words[2], words[3]));
+    }
+  }
+  meet(S::kGroups + 1, S::kGroups * kGroupThreads);
+  if (warpgroup > 0) return;
+  for (int other = 0; other < S::kSharers - 1; ++other) {
+#pragma unroll
+    for (int i = 0; i < kSums / 4; ++i) {
+      const uint4 v = load_pieces(from + other * kPart + i * 16 * kGroupThreads);
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums[4 * i + e] += __uint_as_float(words[e]);
+    }
   }
 }
 
@@ -361,7 +402,9 @@ __device__ __forceinline__ void multiply_shared(const Tile& tile, int warpgroup,
   constexpr bool kAcross = S::kColumns == Columns::kAcross, kRowsAcross = S::kRowsAcross;
   constexpr int kAlongStep = kStep * 2 >> 4, kAcrossStep = kStep * 128 >> 4;
   int before = -1;
-  for (int left = tile.length; left > 0; left -= kContractedTile) {
+  int left = tile.length;
+  if (left <= 0) return;
+  do {  // at least once (wgmma_finish)
     wait(ring.full + 8 * ring.stage, ring.parity);
     const uint32_t stage = __shfl_sync(~0u, ring.stage_memory<S>(), 0);  // in a uniform register
     if (S::kContraction && left < kContractedTile)
@@ -379,8 +422,8 @@ __device__ __forceinline__ void multiply_shared(const Tile& tile, int warpgroup,
     if (before >= 0) release(ring, before, threadIdx.x % 32);
     before = ring.stage;
     ring.advance<S>();
-  }
-  wgmma_wait<0>();
+  } while ((left -= kContractedTile) > 0);
+  wgmma_finish<Wgmma<kRows>::kSums>(sums);
   if (before >= 0) release(ring, before, threadIdx.x % 32);
 }
 

@@ -9,10 +9,11 @@
 namespace jax_fp4::cuda {
 namespace {
 
-// Tiles for many rows a group, some, and a few.
+// Tiles for many rows a group, some, a few, and a few whose columns would fill a part of the GPU.
 using PackedMany = GemmShape<Columns::kPacked, false, 256, 2, 1, 4, 128, 2>;
 using PackedSome = GemmShape<Columns::kPacked, false, 128, 3, 2, 4, 64, 1>;
 using PackedFew = GemmShape<Columns::kPacked, false, 16, 4, 4, 4, 16, 1>;
+using PackedAlone = GemmShape<Columns::kPacked, false, 16, 4, 4, 8, 16, 1, 4>;
 using RowsAlong = GemmShape<Columns::kAlong, false, 256, 2, 1, 4, 64, 1>;
 using RowsAcross = GemmShape<Columns::kAcross, false, 256, 2, 1, 4, 64, 1>;
 using ContractionAlong = GemmShape<Columns::kAlong, true, 256, 2, 1, 3, 128, 2>;
@@ -68,6 +69,10 @@ __device__ __forceinline__ void multiply_and_store(const GemmTask& task, const C
     multiply_packed<S, kRows>(task, tile, warpgroup, ring, sums);
   } else {
     multiply_shared<S, kRows>(tile, warpgroup, ring, sums);
+  }
+  if constexpr (S::kSharers > 1) {
+    gather_sums<S, Wgmma<kRows>::kSums>(sums, warpgroup, ring.memory);
+    if (warpgroup > 0) return;
   }
   store<S, Store, kRows>(sums, task, out, tile, warpgroup, ring.memory);
 }
@@ -350,10 +355,14 @@ cudaError_t launch_grouped_gemm(const GemmProblem& p, void* scratch, cudaStream_
   switch (p.kind) {
     case Gemm::kPacked: {
       const int64_t mean = ceil_div(p.m, p.groups);
-      if (mean <= 16) return launch_dtype<PackedFew>(p, scratch, stream);
       int processors = 0;
       const cudaError_t error = multiprocessors(&processors);
       if (error != cudaSuccess) return error;
+      if (mean <= 16) {
+        if (4 * longest<PackedAlone>(p, processors) <= 3 * longest<PackedFew>(p, processors))
+          return launch_dtype<PackedAlone>(p, scratch, stream);
+        return launch_dtype<PackedFew>(p, scratch, stream);
+      }
       // Three warpgroups hide more of the decoding of columns that few rows share; two may fill the
       // last wave so much better that it is worth more.
       const bool some = mean <= 128 && 3 * longest<PackedSome>(p, processors) <=

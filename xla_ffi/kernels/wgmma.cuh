@@ -18,6 +18,15 @@ template <int pending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
+// Until all are complete, and with them `sums`, of which the compiler knows only by this that they
+// come from what it waits for. It must not have cause to copy them before: a loop of products that
+// may be passed by is one.
+template <int count>
+__device__ __forceinline__ void wgmma_finish(float* sums) {
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
 
 // The registers of a thread from here on, in a kernel of several roles: fewer, or more.
 template <int count>
