@@ -104,6 +104,28 @@ def test_arrays(gpu, out):
             assert error_of(y, want) <= {jnp.float32: 1e-6, jnp.bfloat16: 3e-3}[out], (m, k, n)
 
 
+@pytest.mark.parametrize("groups", [1, 2, 5])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+def test_few_rows(gpu, cpu, rows, groups):
+    """Fewer tiles than multiprocessors: several warpgroups add up each."""
+    x, w = normal(0, rows * groups, 448), normal(1, groups, 448, 328)
+    sizes = np.full(groups, rows, np.int32)
+    qx, qw = on(cpu, lambda x, w: (fp4.quantize(x), fp4.quantize(w, axis=0, batch_dims=1)), x, w)
+    for out, bound in ((jnp.float32, 1e-6), (jnp.bfloat16, 3e-3)):
+        y = on(gpu, functools.partial(fp4.grouped_matmul, preferred_element_type=out), qx, qw, sizes)
+        assert error_of(y, by_experts(values(qx), values(qw), sizes)) <= bound
+
+
+@pytest.mark.parametrize("k", [96, 112, 256])
+def test_contractions_of_short_groups(gpu, k):
+    """Tiles that follow one another at once, the result of the one on its way out under the product of the next."""
+    sizes = np.random.default_rng(k).integers(0, 2, 400).astype(np.int32)
+    x, dy = normal(0, sizes.sum(), k), normal(1, sizes.sum(), 568)
+    got = on(gpu, lambda x, dy, sizes: fp4.grouped_matmul(x.T, dy, sizes), x, dy, sizes)
+    want = contraction_by_experts(x.T.astype(np.float64), dy.astype(np.float64), sizes)
+    np.testing.assert_array_equal(np.asarray(got), want.astype(got.dtype))
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_sizes(gpu, cpu, case, hadamard):

@@ -113,7 +113,8 @@ __device__ __forceinline__ void store_staged(const float* sums, const GemmTask& 
   for (int begin = 0; begin < kRows; begin += kRound) {
     if (begin >= tile.rows) break;
     const uint32_t stage = memory + begin / kRound % S::kRounds * kRound * 128;
-    if (thread == 0) wait_for_stores<S::kRounds - 1>();
+    if (thread == 0 && begin == 0) wait_for_stores<0>();  // of the tile before, of any rounds
+    if (thread == 0 && begin > 0) wait_for_stores<S::kRounds - 1>();
     meet(barrier, kGroupThreads);  // the stage is free
 #pragma unroll
     for (int j = begin / 8; j < (begin + kRound) / 8 && j < kRows / 8; j += 2) {
