@@ -45,7 +45,8 @@ class Case:
         each = self.rows // self.experts
         tokens = f"{each} token{'s' * (each > 1)} each" if self.few else f"M={self.rows}"
         sizes = "even" if self.even else "uneven"
-        return f"{self.kind}, {self.experts} experts, {tokens}, {sizes}, {self.k}x{self.n}"
+        experts = f"{self.experts} expert{'s' * (self.experts > 1)}"
+        return f"{self.kind}, {experts}, {tokens}, {sizes}, {self.k}x{self.n}"
 
     @property
     def flops(self) -> int:
@@ -58,6 +59,8 @@ class Case:
 
 
 FORWARD = (  # experts, rows, even, what is asked of FP4 weights
+    (1, 16, True, ()),
+    (1, 1, True, ()),
     (8, 16384, True, (Ask("grouped", 1.0),)),
     (8, 16384, False, (Ask("grouped", 1.0),)),
     (64, 16384, True, (Ask("grouped", 1.0),)),
@@ -75,11 +78,11 @@ def all_cases() -> list[Case]:
     """Those with the same weights follow one another, and among them those that differ in their sizes only."""
     of_bf16 = (Ask("torch", 1.0),)
     cases = []
-    for (k, n), experts in itertools.product(SHAPES, (8, 64)):
+    for (k, n), experts in itertools.product(SHAPES, (1, 8, 64)):
         for _, rows, even, asks in (row for row in FORWARD if row[0] == experts):
             ragged = (k, n) == SHAPES[0] and (rows <= 16 * experts or experts == 8)
             cases.append(Case("forward", experts, rows, even, k, n, asks, of_bf16 if rows == 16384 else (), ragged))
-        for even in (True, False):
+        for even in (True, False) if experts > 1 else ():
             cases.append(Case("weight gradient", experts, 16384, even, k, n, (), of_bf16))
     return cases
 
