@@ -250,7 +250,8 @@ struct LaneBlocks {
 
 // sums += kRows rows times columns that are decoded on the way, a part of a chunk at a time, while
 // the products of the one before are under way and the codes after it are loaded. Products of few
-// rows are short: a part is the whole chunk then, else a half.
+// rows are short: a part is the whole chunk then, if the next one has registers of its own, else a
+// half.
 template <class S, int kRows>
 __device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile& tile,
                                                 int warpgroup, Ring& ring, float* sums) {
@@ -302,7 +303,7 @@ __device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile
     before = now;
   } while ((left -= S::kChunks * kContractedTile) > 0);
   wgmma_finish<Wgmma<kRows>::kSums>(sums);
-  if (before >= 0) release(ring, before, lane);
+  release(ring, before, lane);
 }
 
 // The places of 8 rows and a chunk: what one matrix of eight lines needs of them for four steps.
@@ -424,7 +425,7 @@ __device__ __forceinline__ void multiply_shared(const Tile& tile, int warpgroup,
     ring.advance<S>();
   } while ((left -= kContractedTile) > 0);
   wgmma_finish<Wgmma<kRows>::kSums>(sums);
-  if (before >= 0) release(ring, before, threadIdx.x % 32);
+  release(ring, before, threadIdx.x % 32);
 }
 
 }  // namespace
