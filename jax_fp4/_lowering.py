@@ -90,11 +90,20 @@ def _(*_, otherwise, **__):
 
 
 def _choose_lowering(context, *arguments, cuda, otherwise, usable, batched):
-    return mlir.lower_fun(core.jaxpr_as_fun(otherwise))(context, *arguments)
+    return _lowered(context, otherwise, arguments)
 
 
 def _choose_lowering_for_cuda(context, *arguments, cuda, otherwise, usable, batched):
-    return mlir.lower_fun(core.jaxpr_as_fun(cuda if usable(context) else otherwise))(context, *arguments)
+    return _lowered(context, cuda if usable(context) else otherwise, arguments)
+
+
+def _lowered(context, jaxpr, arguments):
+    """Of several platforms each gets functions of its own: JAX shares those of jitted functions, of which one inside
+    may be another choice."""
+    module = context.module_context
+    if len(module.platforms) > 1:
+        context = context.replace(module_context=module.replace(cached_primitive_lowerings={}))
+    return mlir.lower_fun(core.jaxpr_as_fun(jaxpr))(context, *arguments)
 
 
 def is_partitioned(context) -> bool:

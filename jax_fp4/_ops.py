@@ -222,8 +222,9 @@ def supported(op: str, platform: str) -> Support:
     """Whether `op` has a native implementation on `platform` ("cpu", "cuda", ...); False says what runs instead.
 
     The reason of a product says what multiplies. Its kernels are for Hopper (sm_90a), and all GPUs of the process must
-    be; without any, the answer is that for a program lowered here to run on one. In programs that XLA partitions its
-    dots remain. The reason says "untested" where the process has a GPU of a kind on which nothing here was run.
+    be; without any, the answer is that for a program lowered here to run on one. Where all are Blackwell's (10.x),
+    jax.nn.scaled_matmul multiplies two quantized operands. In programs that XLA partitions its dots remain. The reason
+    says "untested" where the process has a GPU of a kind on which nothing here was run: any but Hopper's.
     """
     check_choice("supported", "op", op, OPS, "these are the operations")
     if platform == "cpu":
@@ -231,7 +232,7 @@ def supported(op: str, platform: str) -> Support:
         return Support(True, f"native handlers, {_ffi.isa()}{dot}")
     if platform == "cuda" and not _ffi.cuda_missing:
         products = "" if op in NATIVE else f"; {_products_on_cuda(op.startswith('grouped'))}"
-        untested = f"; untested on {gpu}" if (gpu := _ffi.untested_gpu()) else ""
+        untested = f"; untested on {gpu}" if (gpu := _ffi.other_gpu()) else ""
         return Support(True, f"native kernels for {_ffi.cuda_archs()}{products}{untested}")
     why = _ffi.cuda_missing if platform == "cuda" else f"no kernel for {platform} in this version"
     return Support(False, f"{why}: the traceable reference runs, strict() refuses it")

@@ -96,6 +96,14 @@ def test_products(native, name):
     assert not scaled(lowered(PRODUCTS[name], platform="cpu"))
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_each_platform_of_a_program_has_its_own(blackwell, name):
+    program = jax.jit(PRODUCTS[name]).trace().lower(lowering_platforms=("cpu", "cuda"))
+    text = program.as_text()
+    assert scaled(text) == 1 and text.count("dot_general") == 1
+
+
 @pytest.mark.parametrize("name", DOTS | EMPTY)
 def test_what_remains_a_dot(blackwell, name):
     text = lowered((DOTS | EMPTY)[name])

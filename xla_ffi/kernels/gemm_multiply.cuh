@@ -91,6 +91,8 @@ struct GemmShape {
   static constexpr int kPlanAt = kBarriersAt + 16 * stages + kQueueBytes;
   static constexpr int kBytes = kPlanAt + 8 * (kMostGroups + 2);  // of shared memory
   static_assert(kBytes <= 227 * 1024, "a thread block has so much");
+  static_assert(sharers == 1 || (sharers == groups && chunks % sharers == 0), "all or none");
+  static_assert(round % 16 == 0 && (round < 32 || round % 32 == 0), "pairs of matrices, boxes");
   static_assert(kFew + groups * kMany <= 65536 / kThreads / 8 * 8 * (1 + groups), "registers");
 };
 
@@ -350,7 +352,6 @@ __device__ __forceinline__ void multiply_few(const GemmTask& task, const Tile& t
 // The sums of all warpgroups that share columns, in their order, to the first of them.
 template <class S, int kSums>
 __device__ __forceinline__ void gather_sums(float* sums, int warpgroup, uint32_t memory) {
-  static_assert(S::kSharers == S::kGroups, "one set of columns");
   constexpr int kPart = kSums * 4 * kGroupThreads;
   const uint32_t from = memory + S::kSharedAt + threadIdx.x % kGroupThreads * 16;
   meet(S::kGroups + 1, S::kGroups * kGroupThreads);  // the sums before have been read
