@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -12,25 +12,31 @@ import jax
 class LayerEvent(NamedTuple):
     """One call of a layer function while it was traced. `recipe` is None where it ran in high precision."""
 
-    path: str
+    path: str | None
     op: str
     x_shape: tuple[int, ...]
     kernel_shape: tuple[int, ...]
     recipe: object | None
-    reason: str  # why it was not quantized; empty where it was
+    reason: str  # what chose the recipe, or why there is none
 
 
 class CallEvent(NamedTuple):
     """One quantization of one operand. `padding` counts the zeros that round the blocked extents up."""
 
-    path: str
+    path: str | None
     op: str
     shape: tuple[int, ...]
     implementation: str
     padding: int
 
 
-Event = LayerEvent | CallEvent
+class RulesEvent(NamedTuple):
+    """Rules that came into force."""
+
+    rules: Any
+
+
+Event = LayerEvent | CallEvent | RulesEvent
 
 # A fresh value in jit's cache key, which threads share, makes a recorded function trace again: its events happen.
 _recording = jax.make_user_context(default_value=0)
@@ -40,7 +46,7 @@ _runs = itertools.count(1)
 class _State(threading.local):
     def __init__(self):
         self.recorders: list[list[Event]] = []
-        self.path: list[str] = []
+        self.layers: list[tuple[str, str | None]] = []  # path and rule
 
 
 _state = _State()
@@ -51,19 +57,24 @@ def record(event: Event) -> None:
         events.append(event)
 
 
-def path() -> str:
-    """The module path the current layer was given by its framework, "" outside one."""
-    return _state.path[-1] if _state.path else ""
+def path() -> str | None:
+    """The module path the current layer was given by its framework ("" for the outermost module), None outside one."""
+    return _state.layers[-1][0] if _state.layers else None
+
+
+def rule() -> str | None:
+    """The rule that gave the current layer its recipe before it was called."""
+    return _state.layers[-1][1] if _state.layers else None
 
 
 @contextlib.contextmanager
-def layer(name: str) -> Iterator[None]:
-    """The events inside belong to the module at this path."""
-    _state.path.append(name)
+def layer(name: str, rule: str | None = None) -> Iterator[None]:
+    """The events inside belong to the module at this path, whose recipe a rule chose earlier if one is given."""
+    _state.layers.append((name, rule))
     try:
         yield
     finally:
-        _state.path.pop()
+        _state.layers.pop()
 
 
 @contextlib.contextmanager
