@@ -41,8 +41,7 @@ def dense(
     kernel: an array (float32 master weights are rounded to x's dtype on the way) or, frozen, a QuantizedTensor blocked
     along k (`quantize(w, axis=0)`) or the pair `quantize_transpose(w)`; differentiating a frozen kernel raises.
     recipe: None takes autocast's, HIGH_PRECISION none. Without a recipe this is the plain product. Under
-        autocast(Rules)
-        a call outside of a Linen layer has no path to match and raises ValueError.
+        autocast(Rules) a call outside of a Linen layer has no path to match: ValueError.
     key: the JAX key of stochastic rounding, needed where a recipe that rounds dy stochastically is differentiated.
     preferred_element_type: y's dtype, rounded once from the float32 sum, if not x's.
 

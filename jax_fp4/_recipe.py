@@ -366,19 +366,19 @@ def chosen_by(op: str, recipe: RecipeChoice | None) -> str:
 
 def _choose(op: str, recipe: RecipeChoice | None) -> tuple[RecipeChoice | None, str]:
     """What is in force, and the words for what decided it."""
+    layer = _record.current()
     if recipe is not None:
-        rule = _record.rule()
-        return recipe, f"recipe={_name(recipe)}" if rule is None else _decided_by(rule, recipe)
-    path = _record.path()
+        ruled = layer is not None and layer.rule is not None and layer.rule[1] == recipe
+        return recipe, _decided_by(*layer.rule) if ruled else f"recipe={_name(recipe)}"
     for choice in _autocast.value:
         if not isinstance(choice, Rules):
             return choice, f"autocast({_name(choice)})"
-        if path is None:
+        if layer is None or layer.matched:
             _refuse_without_path(op)
-        if rule := choice.match(path):
+        if rule := choice.match(layer.path):
             return rule[1], _decided_by(*rule)
-    if rules_in_force():
-        return None, f"no rule matches {path!r} and no autocast context is around the rules"
+    if rules_in_force() or (layer is not None and layer.matched):
+        return None, "no rule matches and no autocast context is around the rules"
     return None, "no recipe given and no autocast context"
 
 

@@ -12,7 +12,7 @@ import jax
 class LayerEvent(NamedTuple):
     """One call of a layer function while it was traced. `recipe` is None where it ran in high precision."""
 
-    path: str | None
+    path: str
     op: str
     x_shape: tuple[int, ...]
     kernel_shape: tuple[int, ...]
@@ -23,7 +23,7 @@ class LayerEvent(NamedTuple):
 class CallEvent(NamedTuple):
     """One quantization of one operand. `padding` counts the zeros that round the blocked extents up."""
 
-    path: str | None
+    path: str
     op: str
     shape: tuple[int, ...]
     implementation: str
@@ -43,10 +43,18 @@ _recording = jax.make_user_context(default_value=0)
 _runs = itertools.count(1)
 
 
+class Layer(NamedTuple):
+    """The module whose call is traced. `rule`: (expression, recipe), if a rule gave it its recipe before the call."""
+
+    path: str
+    rule: tuple[str, object] | None = None
+    matched: bool = False  # whether rules were matched before the call, so that none is now
+
+
 class _State(threading.local):
     def __init__(self):
         self.recorders: list[list[Event]] = []
-        self.layers: list[tuple[str, str | None]] = []  # path and rule
+        self.layers: list[Layer] = []
 
 
 _state = _State()
@@ -57,20 +65,20 @@ def record(event: Event) -> None:
         events.append(event)
 
 
-def path() -> str | None:
-    """The module path the current layer was given by its framework ("" for the outermost module), None outside one."""
-    return _state.layers[-1][0] if _state.layers else None
+def current() -> Layer | None:
+    """The innermost layer that its framework gave a path, if any."""
+    return _state.layers[-1] if _state.layers else None
 
 
-def rule() -> str | None:
-    """The rule that gave the current layer its recipe before it was called."""
-    return _state.layers[-1][1] if _state.layers else None
+def path() -> str:
+    """The module path of the current layer, "" outside one (and of the outermost module)."""
+    return _state.layers[-1].path if _state.layers else ""
 
 
 @contextlib.contextmanager
-def layer(name: str, rule: str | None = None) -> Iterator[None]:
-    """The events inside belong to the module at this path, whose recipe a rule chose earlier if one is given."""
-    _state.layers.append((name, rule))
+def layer(*where: Any) -> Iterator[None]:
+    """The events inside belong to Layer(*where)."""
+    _state.layers.append(Layer(*where))
     try:
         yield
     finally:
