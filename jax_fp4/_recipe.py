@@ -236,11 +236,18 @@ class Rules:
 
         Raises ValueError, with the number of the line, for what is none of these, and OSError as `open` does.
         """
-        lines = enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1)
-        rules = [_parse_rule(f"{path}, line {i}", text) for i, line in lines if _is_rule(text := line.strip())]
+        op, rules, lines = "Rules.from_file", [], {}
+        for i, raw in enumerate(Path(path).read_bytes().splitlines(), 1):
+            place = f"{path}, line {i}"
+            if (line := _line(place, raw)) and not line.startswith("#"):
+                pattern, recipe = _parse_rule(place, line)
+                if lines.setdefault(pattern, i) != i:
+                    given, why = f"{pattern!r}, as in line {lines[pattern]}", "the first match wins"
+                    raise ValueError(message(op, place, given, "an expression of its own", why, "one of them"))
+                rules.append((pattern, recipe))
         if not rules:
-            fix = ".* = NVFP4BlockScaling()"
-            raise ValueError(message("Rules.from_file", f"{path}", "without a rule", "one a line", "it is all", fix))
+            why, fix = "no rules would quantize nothing, silently", "the line .* = NVFP4BlockScaling()"
+            raise ValueError(message(op, str(path), "without a rule", "at least one line", why, fix))
         return cls(tuple(rules))
 
     def match(self, path: str) -> tuple[str, RecipeChoice] | None:
@@ -277,8 +284,11 @@ def _check_pattern(op: str, argument: str, pattern: str) -> None:
         raise ValueError(message(op, argument, repr(pattern), "a regular expression", why, fix)) from None
 
 
-def _is_rule(line: str) -> bool:
-    return bool(line) and not line.startswith("#")
+def _line(place: str, raw: bytes) -> str:
+    try:
+        return raw.decode("utf-8-sig").strip()
+    except UnicodeDecodeError:
+        raise ValueError(message("Rules.from_file", place, repr(raw), "UTF-8", "it is text", "a text file")) from None
 
 
 def _parse_rule(place: str, line: str) -> tuple[str, RecipeChoice]:
@@ -303,7 +313,7 @@ def _parse_recipe(place: str, text: str) -> RecipeChoice:
         call = ast.parse(text, mode="eval").body
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _RECIPES:
             given = [ast.literal_eval(argument) for argument in call.args]
-            settings = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+            settings = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in call.keywords}
             return _RECIPES[call.func.id](*given, **settings)
     except (SyntaxError, TypeError, ValueError) as error:
         why, fix = f"it says: {error}", "settings that the recipe has, as literals"
@@ -368,8 +378,10 @@ def _choose(op: str, recipe: RecipeChoice | None) -> tuple[RecipeChoice | None, 
     """What is in force, and the words for what decided it."""
     layer = _record.current()
     if recipe is not None:
-        ruled = layer is not None and layer.rule is not None and layer.rule[1] == recipe
-        return recipe, _decided_by(*layer.rule) if ruled else f"recipe={_name(recipe)}"
+        earlier = layer.rule if layer is not None else None
+        if earlier is not None and earlier[1] == recipe:
+            return recipe, _decided_by(earlier[0], recipe)
+        return recipe, f"recipe={_name(recipe)}"
     for choice in _autocast.value:
         if not isinstance(choice, Rules):
             return choice, f"autocast({_name(choice)})"
