@@ -223,7 +223,7 @@ def test_the_readme_does_what_it_shows(capsys):
     """Its Python blocks run in order, and the error it quotes is the one raised."""
     readme = (EXAMPLES.parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names = {}
     for block in blocks:
         exec(block, names)

@@ -115,7 +115,7 @@ def test_rules_that_match_nothing_are_warned_of():
         with fp4.autocast(rules_of("a", "b")):
             return step(x, w) + step(x, w)
 
-    with fp4.autocast(rules_of("c", ".*")), pytest.warns(UserWarning) as caught:
+    with fp4.autocast(rules_of("c", ".*")), pytest.warns(UserWarning, match="matched no layer") as caught:
         report = fp4.report(inside, X, W)
     assert report.unmatched == ("c", "b")
     assert [str(each.message).split(";")[0] for each in caught] == [
