@@ -16,8 +16,8 @@ PACKAGE = ROOT / "jax_fp4"
 RANKS = {
     rank: names.split()
     for rank, names in {
-        0: "_formats _errors",
-        1: "_recipe _array _record _placement _groups _lowering checkpoint_policies",
+        0: "_formats _errors _record",
+        1: "_recipe _array _placement _groups _lowering checkpoint_policies",
         2: "reference _ffi _arguments _ragged",
         3: "_ops _rules _hopper _blackwell _operands",
         4: "_products",
