@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from installations import HOPPER, called, forget, lowered, pretend
+from installations import HOPPER, called, forget, installed, lowered, pretend
 from products import error_of
 
 import jax_fp4 as fp4
@@ -26,14 +26,7 @@ INSTALLATIONS = {
     "on two kinds of GPU": (HOPPER, ("10.0", "9.0"), False),
     "without extension": (None, ("10.0",), False),
 }
-
-
-@pytest.fixture(params=INSTALLATIONS)
-def native(request, monkeypatch):
-    archs, gpus, scaled = INSTALLATIONS[request.param]
-    pretend(monkeypatch, archs, *gpus)
-    yield scaled
-    forget()
+native = installed(INSTALLATIONS)
 
 
 @pytest.fixture
