@@ -17,8 +17,8 @@ RANKS = {
     rank: names.split()
     for rank, names in {
         0: "_formats _errors",
-        1: "_recipe _array _record _placement _groups _lowering checkpoint_policies",
-        2: "reference _ffi _arguments _ragged",
+        1: "_recipe _array _record _placement _groups _lowering _minifloat checkpoint_policies",
+        2: "reference reference_fp8 _ffi _arguments _ragged",
         3: "_ops _rules _hopper _blackwell _operands",
         4: "_products",
         5: "_gather _modes _activations _norm",
