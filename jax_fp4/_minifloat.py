@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float8e4m3fn, UInt8
+from jaxtyping import Array, Float, Float8e4m3fn, Float8e5m2, UInt8
 
 from jax_fp4._formats import E2M1_MAX, INF_BITS, NAN_AMAX_BITS, NAN_SCALE, PACK
 
@@ -30,6 +30,7 @@ ABS_BITS = 0x7FFFFFFF
 # Mantissa bits, the float32 exponent field of the smallest normal, and the float32 bits of the largest value.
 E2M1_SHAPE = (1, 127, 0x40C00000)
 E4M3_SHAPE = (3, 121, 0x43E00000)
+E5M2_SHAPE = (2, 113, 0x47600000)
 
 exact = np.errstate(all="ignore")  # overflow, 0/0 and NaN are part of the contract, so NumPy need not warn
 
@@ -142,6 +143,22 @@ def decode_e4m3(scale: UInt8[AnyArray, "*s"] | Float8e4m3fn[AnyArray, "*s"]) -> 
     magnitude = widened(xp, byte & 0x7F, E4M3_SHAPE)
     signed = (magnitude.view(np.uint32) | (byte & 0x80) << 24).view(np.float32)
     return xp.where((byte & 0x7F) == NAN_SCALE, np.float32(np.nan), signed)
+
+
+def cast_e5m2(v: Float[AnyArray, "*s"]) -> UInt8[AnyArray, "*s"]:
+    """E5M2 bytes: clamped to +-57344 (Inf too), then nearest-even, subnormals kept, sign copied, NaN to 0x7F."""
+    xp, bits = namespace(v), v.view(np.uint32)
+    magnitude = narrowed(xp, bits & ABS_BITS, E5M2_SHAPE) | ((bits >> 24) & 0x80)
+    return xp.where((bits & ABS_BITS) > INF_BITS, np.uint32(NAN_SCALE), magnitude).astype(np.uint8)
+
+
+def decode_e5m2(codes: UInt8[AnyArray, "*s"] | Float8e5m2[AnyArray, "*s"]) -> Float[AnyArray, "*s"]:
+    """The values of E5M2 bytes: the upper half of a float16, of which 0x7C is Inf and what is above NaN."""
+    xp, byte = namespace(codes), codes.view(np.uint8).astype(np.uint32)
+    magnitude = widened(xp, byte & 0x7F, E5M2_SHAPE)
+    magnitude = xp.where((byte & 0x7F) == 0x7C, np.float32(np.inf), magnitude)
+    signed = (magnitude.view(np.uint32) | (byte & 0x80) << 24).view(np.float32)
+    return xp.where((byte & 0x7F) > 0x7C, NAN, signed)
 
 
 def pack(codes: UInt8[AnyArray, "*s b"]) -> UInt8[AnyArray, "*s bytes"]:
