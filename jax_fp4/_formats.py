@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
-FORMATS = ("nvfp4",)  # of this version
+FORMATS = ("nvfp4",)  # that products and layers of this version know
+# What `quantize` knows besides: how it scales, and the format of its codes.
+FLOAT8_FORMATS: dict[str, tuple[Literal["mxfp8", "float8_block", "float8"], Literal["e4m3", "e5m2"]]] = {
+    "mxfp8": ("mxfp8", "e4m3"),
+    "mxfp8_e5m2": ("mxfp8", "e5m2"),
+    "float8_block": ("float8_block", "e4m3"),
+    "float8_block_e5m2": ("float8_block", "e5m2"),
+    "float8": ("float8", "e4m3"),
+    "float8_e5m2": ("float8", "e5m2"),
+}
 BLOCK = 16  # elements that share one E4M3 scale
 PACK = 2  # codes a byte, even index in the low nibble
 

@@ -12,7 +12,7 @@ axis=0; p is b rounded up to whole blocks, with zeros. Codes are float8 [*B, r, 
   float8        float32 [*B], likewise; p = b.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import jax.numpy as jnp
 import numpy as np
@@ -137,7 +137,7 @@ def scale_float8(amax: Float[AnyArray, "*s"], q: Float8Quantization) -> Float[An
     counted = xp.where(amax < np.float32(q.eps), np.float32(q.eps), amax)  # NaN stays
     scale = xp.minimum(np.float32(q.largest) / counted, FMAX)
     scale = xp.where((counted == 0) | (magnitude_bits(counted) >= INF_BITS), np.float32(1), scale)
-    return (scale.view(np.uint32) & 0x7F800000).view(np.float32) if q.power_of_two else scale
+    return xp.asarray((scale.view(np.uint32) & INF_BITS).view(np.float32)) if q.power_of_two else scale
 
 
 def _inverse(xp, scale):
@@ -170,7 +170,7 @@ def amax_float8(x: Float[AnyArray, "*B m k"], q: Float8Quantization) -> Float[An
 
 @exact
 def quantize_float8(
-    x: Float[AnyArray, "*B m k"], scale: Float[AnyArray, "*B"], q: Float8Quantization
+    x: Float[AnyArray, "*B m k"], scale: Any, q: Float8Quantization
 ) -> tuple[Float[AnyArray, "*B r b"], Float[AnyArray, "*B"]]:
     """Codes of fl(x * scale), and the inverse scale: under the scale of this tensor's amax it is current scaling, under
     one from the history delayed scaling. NaN stays NaN, Inf becomes the largest code."""
@@ -207,6 +207,32 @@ def dequantize_float8(codes: Any, scale_inv: Any, tile: int, extent: int, dtype:
     return (value * factor)[..., :extent].astype(jnp.dtype(dtype))
 
 
+# ---- any of them ----
+
+
+def quantize(x: Float[AnyArray, "*B m k"], amax: Any, scale: Any, q: Float8Quantization) -> tuple:
+    """Codes, stored scale, and amax (None where every block has its own scale). amax and scale, of which at most one
+    is given, concern "float8" only: what the tensor's scale is computed from, and the scale itself."""
+    match q.scaling:
+        case "mxfp8":
+            return *quantize_mxfp8(x, q), None
+        case "float8_block":
+            return *quantize_float8_block(x, q), None
+        case "float8" if scale is None:
+            return quantize_float8_current(x, amax, q)
+        case "float8":
+            return *quantize_float8(x, scale, q), amax_float8(x, q)
+        case _:
+            assert_never(q.scaling)
+
+
+def dequantize(codes: Any, scale: Any, tile: int, extent: int, dtype: Any) -> Float[AnyArray, "*B r {extent}"]:
+    """The values that `quantize` stored, in the stored orientation. E8M0 scales are MXFP8's."""
+    if scale.dtype == E8M0:
+        return dequantize_mxfp8(codes, scale, extent, dtype)
+    return dequantize_float8(codes, scale, tile, extent, dtype)
+
+
 # ---- delayed scaling ----
 
 
@@ -218,9 +244,7 @@ class Delayed(NamedTuple):
 
 
 @exact
-def update_delayed(
-    state: Delayed, amax: Float[AnyArray, "*B"], largest: int, margin: int, most_recent: bool
-) -> Delayed:
+def update_delayed(state: Delayed, amax: Any, largest: int, margin: int, most_recent: bool) -> Delayed:
     """The state after a step that saw `amax`, to be called when its tensor was quantized with state.scale.
 
     The amax goes to position 0; a, the maximum of the history (or the amax itself, if most_recent), gives the scale

@@ -157,7 +157,7 @@ def e8m0_by_hand(a, largest):
 def test_e8m0_follows_the_text(codes):
     largest = Float8Quantization("mxfp8", codes).largest
     with np.errstate(all="ignore"):
-        powers = F32(largest) * np.exp2(np.arange(-140, 119, 3, dtype=np.float64)).astype(F32)
+        powers = F32(largest) * np.exp2(np.arange(-140, 119, dtype=np.float64)).astype(F32)
         a = np.concatenate([powers, np.nextafter(powers, F32(0)), np.nextafter(powers, F32(np.inf)), powers * F32(1.9)])
         a = np.concatenate([a, [0, 2.0**-149, FMAX, np.inf, np.nan]]).astype(F32)
     want = [e8m0_by_hand(v, largest) for v in a]
@@ -288,6 +288,16 @@ def test_column_wise_is_the_transpose_quantized_along_rows(flags, shape, compute
         assert_same(result[0][:k, :m], quantized(x, along_rows)[0][:m, :k].T)
 
 
+@every_scaling
+@both_axes
+def test_x_is_rounded_to_the_compute_type_first(flags, axis):
+    x = normal(8, 33, 140)
+    for dtype in (ml_dtypes.bfloat16, np.float16):
+        got = quantized(x, Float8Quantization(axis=axis, compute_dtype=np.dtype(dtype).name, **flags))
+        assert_same(got, quantized(x.astype(dtype), Float8Quantization(axis=axis, **flags)))
+        assert not np.array_equal(got[0], quantized(x, Float8Quantization(axis=axis, **flags))[0])
+
+
 # --- values ---
 
 
@@ -363,10 +373,20 @@ def test_a_broken_element_is_seen_and_leaves_other_blocks_alone(flags, xp, codes
     if np.isnan(broken):
         assert np.isnan(values[block]).all() if q.scaling == "mxfp8" else np.isnan(values).sum() == 1
         assert np.isnan(values[3, 5])
+        if q.scaling == "mxfp8":
+            assert np.isnan(result[0].astype(F32)[block]).all()
     elif q.scaling == "mxfp8":
         assert values[3, 5] == broken and np.isfinite(values).sum() == values.size - 1
     else:
         assert values[3, 5] == np.copysign(q.largest, broken) and np.isfinite(values).all()
+
+
+@both_namespaces
+def test_any_code_under_a_nan_scale_is_nan(xp):
+    codes, scale = np.zeros((1, 64), DTYPES["e4m3"]), np.array([[255, 127]], np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    np.testing.assert_array_equal(
+        np.isnan(run("dequantize_mxfp8", xp, codes, scale, 64, F32)), [[True] * 32 + [False] * 32]
+    )
 
 
 def test_eps_and_extreme_amaxes():
@@ -454,6 +474,26 @@ def test_jitted_equals_numpy(call, dtype):
     number = ~np.isnan(want)
     np.testing.assert_array_equal(np.isnan(got), ~number)
     np.testing.assert_array_equal(bits(got)[number], bits(want)[number])
+
+
+@pytest.mark.core
+@every_scaling
+def test_constants_are_not_folded_into_other_roundings(flags):
+    """Scales, codes or x closed over are constants of the program, which XLA would combine with ours."""
+    x, q = normal(24, 33, 50, spread=3.0), Float8Quantization(**flags)
+    codes, scale = want = quantized(x, q)
+    assert_same(jax.jit(lambda: reference_fp8.quantize(jnp.asarray(x), None, None, q)[:2])(), want)
+    values = decoded(want, q, x.shape)
+    for known in (jnp.asarray(scale), jnp.full(scale.shape, scale.reshape(-1)[0])):
+        result = jax.jit(lambda codes, known=known: reference_fp8.dequantize(codes, known, q.tile, 50, F32))(codes)
+        assert_same(result, decoded((codes, np.asarray(known)), q, x.shape))
+    assert_same(jax.jit(lambda s: reference_fp8.dequantize(jnp.asarray(codes), s, q.tile, 50, F32))(scale), values)
+    if q.scaling == "float8":
+        amax, given = np.abs(x).max(), np.float32(3.7)
+        got = jax.jit(lambda x: reference_fp8.quantize(x, jnp.asarray(amax), None, q)[:2])(x)
+        assert_same(got, want)
+        got = jax.jit(lambda x: reference_fp8.quantize(x, None, jnp.asarray(given), q)[:2])(x)
+        assert_same(got, reference_fp8.quantize(x, None, given, q)[:2])
 
 
 @every_scaling
