@@ -488,6 +488,12 @@ def test_constants_are_not_folded_into_other_roundings(flags):
         result = jax.jit(lambda codes, known=known: reference_fp8.dequantize(codes, known, q.tile, 50, F32))(codes)
         assert_same(result, decoded((codes, np.asarray(known)), q, x.shape))
     assert_same(jax.jit(lambda s: reference_fp8.dequantize(jnp.asarray(codes), s, q.tile, 50, F32))(scale), values)
+    if q.scaling == "mxfp8":  # 2^-127 as one constant would be denormal, and flushed
+        largest, tiny = np.full((1, 32), 448, DTYPES["e4m3"]), np.zeros((1, 1), np.uint8)
+        got = jax.jit(lambda c: reference_fp8.dequantize_mxfp8(c, jnp.asarray(tiny.view(scale.dtype)), 32, F32))(
+            largest
+        )
+        assert_same(got, np.full((1, 32), 448 * 2.0**-127, F32))
     if q.scaling == "float8":
         amax, given = np.abs(x).max(), np.float32(3.7)
         got = jax.jit(lambda x: reference_fp8.quantize(x, jnp.asarray(amax), None, q)[:2])(x)
