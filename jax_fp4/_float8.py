@@ -145,6 +145,7 @@ def _packed(arrays, tensor: Tensor, format: str, q: Float8Quantization) -> Quant
         extent=stored(tensor.x.shape, q.axis)[1],
         dtype=jnp.dtype(q.compute_dtype),
         block=None if block is None else (q.tile, block),
+        power_of_two=q.power_of_two,
     )
 
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-FORMATS = ("nvfp4",)  # that products and layers of this version know
-# What `quantize` knows besides: how it scales, and the format of its codes.
+# The 8-bit formats: how they scale, and the format of their codes.
 FLOAT8_FORMATS: dict[str, tuple[Literal["mxfp8", "float8_block", "float8"], Literal["e4m3", "e5m2"]]] = {
     "mxfp8": ("mxfp8", "e4m3"),
     "mxfp8_e5m2": ("mxfp8", "e5m2"),
@@ -13,6 +12,7 @@ FLOAT8_FORMATS: dict[str, tuple[Literal["mxfp8", "float8_block", "float8"], Lite
     "float8": ("float8", "e4m3"),
     "float8_e5m2": ("float8", "e5m2"),
 }
+FORMATS = ("nvfp4", *FLOAT8_FORMATS)
 BLOCK = 16  # elements that share one E4M3 scale
 PACK = 2  # codes a byte, even index in the low nibble
 

@@ -17,12 +17,13 @@ from jaxtyping import Array, Float
 from jax_fp4 import _groups, _modes, _record
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._arguments import check_float, check_group_sizes, key_words
+from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._dense import check_bias, check_kernel, check_padding, check_x, kernel_dtype, require_key
 from jax_fp4._errors import message
-from jax_fp4._modes import Needs, Residuals, is_frozen, mode_of
+from jax_fp4._modes import Needs, Residuals, is_frozen
 from jax_fp4._ops import Made
 from jax_fp4._products import dots_with_groups, sum_of_groups
-from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, chosen_by, resolve
+from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, mode_of
 from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
 
 
@@ -176,8 +177,8 @@ def _forward(arguments: Arguments, seeds, group_sizes, static: Static, needs_in:
     y = _modes.multiply(qa, qw, dtype, group_sizes, compute=dtype, bias=b_out, bias_weights=weights)
     second = _modes.residuals(a, w_out, out_seed, qa, qw, out_recipe, needs_out, group_sizes)
     # unquant's dw_out reads a, which h gives again
-    remake = needs_out.kernel and mode_of(out_recipe) is BackwardMode.UNQUANT
-    if mode_of(out_recipe) is BackwardMode.UNQUANT:
+    remake = needs_out.kernel and mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT
+    if mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT:
         second = second._replace(x=keep(None, lambda: a))
     h = keep(h if needs_out.x or remake else None, lambda: h)
     return y, Kept(first, second, h, jnp.zeros(int(remake)), b_out, probs, group_sizes)
@@ -191,7 +192,7 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
     if kept.remake.size:
         a = _weighted(static.activation(kept.h.astype(jnp.float32)), probs).astype(dtype)
         second = second._replace(x=a)
-    da, dw_out = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes)
+    da, dw_out, _ = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes)
     db_out = None if b_out is None else sum_of_groups(_weighted(dy, probs), sizes).astype(dtypes.b_out)
     if da is None:
         return Arguments(None, None, dw_out, None, db_out, None), None, None
@@ -204,7 +205,7 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
             d_probs += dots_with_groups(dy, b_out, sizes)
         d_probs = d_probs.astype(probs.dtype)
     dh = pull(_weighted(da.astype(jnp.float32), probs))[0].astype(dtype)
-    dx, dw_in = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes)
+    dx, dw_in, _ = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes)
     db_in = None if dtypes.b_in is None else sum_of_groups(dh, sizes).astype(dtypes.b_in)
     return Arguments(dx, dw_in, dw_out, db_in, db_out, d_probs), None, None
 

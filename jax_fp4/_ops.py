@@ -24,7 +24,7 @@ from jax_fp4._arguments import (
 )
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import Support, UnsupportedError, is_strict, message
-from jax_fp4._formats import BLOCK, FLOAT8_FORMATS, FORMATS, PACK, Quantization, grouped_extent, padded, stored
+from jax_fp4._formats import BLOCK, FLOAT8_FORMATS, PACK, Quantization, grouped_extent, padded, stored
 from jax_fp4._lowering import refuse, undifferentiable
 from jax_fp4._recipe import FourOverSix, check_choice
 
@@ -201,7 +201,7 @@ def dequantize(q: QuantizedTensor, dtype=None, *, implementation: Implementation
     Not differentiable.
     """
     op = "dequantize"
-    check_quantized(op, "q", q, (*FORMATS, *FLOAT8_FORMATS))
+    check_quantized(op, "q", q)
     dtype = q.dtype if dtype is None else float_dtype(op, "dtype", dtype, "these hold the values")
     if q.format in FLOAT8_FORMATS:
         return _float8.dequantize(q, dtype, implementation)
@@ -373,13 +373,13 @@ def _note(op: str, tensor: Tensor, q: Quantization, axes: tuple[int, ...], imple
     )
 
 
-def refuse_padding(op: str, name: str, shown: str) -> None:
+def refuse_padding(op: str, name: str, shown: str, length: int = BLOCK) -> None:
     raise UnsupportedError(
         message(
             op,
             name,
             f"of {shown}",
-            f"a multiple of {BLOCK}",
+            f"a multiple of {length}",
             "strict() forbids padding",
             "another size, or no strict()",
         )
