@@ -27,7 +27,9 @@ class QuantizedTensor:
 
     "mxfp8"         block_scale e8m0 [..., r, b/32], the rows of a 32 x 32 tile repeating theirs; no amax
     "float8_block"  block_scale f32 [..., r, b/128], of tiles [*batch, ceil(r/128), b/128]: inverse scales; no amax
-    "float8"        block_scale f32 [], or of its batch shape: the inverse scale; amax f32, likewise; `block` None
+    "float8"        block_scale f32 [], of its batch shape, or [g]: the inverse scale; amax f32, likewise; `block` None
+
+    with group_sizes as above, P = B * ((m + (B-1) g) // B) for blocks of B, and m for "float8", which has none.
 
     `axis` -1: blocks along the last axis of x [..., k] (codes [..., k/2]). `axis` 0: "column-wise", blocks along m of
     x [*batch, m, k] (codes [*batch, k, m/2]). `extent` is the blocked length without padding, `dtype` the type the

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -151,7 +151,7 @@ def _recipe_of(node: ast.expr) -> RecipeChoice | None:
     return RECIPES[node.func.id](*given, **settings)
 
 
-def _setting(node: ast.expr) -> object:
+def _setting(node: ast.expr) -> Any:
     recipe = _recipe_of(node)
     return ast.literal_eval(node) if recipe is None else recipe
 

@@ -79,8 +79,8 @@ def has_factor(q: QuantizedTensor) -> bool:
 
 
 def tensor_factor(q: QuantizedTensor) -> Any:
-    """What the product form lacks, float32: [*batch, 1, 1], one for each stored row, [*batch, r, 1], where rows are scaled or
-    grouped, or, where the groups lie along the blocks, [g, 1 | r, 1]."""
+    """What the product form lacks, float32: [*batch, 1, 1], one for each stored row, [*batch, r, 1], where rows are
+    scaled or grouped, or, where the groups lie along the blocks, [g, 1 | r, 1]."""
     match scaling(q):
         case "nvfp4":
             ndim = q.codes.ndim + (q.grouped == "blocks")
