@@ -40,6 +40,7 @@ class Arguments(NamedTuple):
 class Static(NamedTuple):
     """What the forward captures for the backward: a later context changes nothing."""
 
+    op: str
     recipes: tuple[Recipe | None, Recipe | None]  # of the first and of the second product
     activation: Activation
     dtype: np.dtype  # of x, of everything between the products, and of every high-precision product
@@ -92,35 +93,61 @@ def grouped_mlp(
     dtype of their parameters. Raises TypeError, ValueError or UnsupportedError for what is not described here.
     """
     op = "grouped_mlp"
+    check_group_sizes(op, group_sizes)
+    return mlp_as(
+        op,
+        x,
+        w_in,
+        w_out,
+        jnp.asarray(group_sizes),
+        b_in=b_in,
+        b_out=b_out,
+        activation=activation,
+        probs=probs,
+        recipe=recipe,
+        out_recipe=out_recipe,
+        key=key,
+    )
+
+
+def mlp_as(
+    op: str, x: Any, w_in: Any, w_out: Any, group_sizes, *, b_in, b_out, activation, probs=None, recipe, out_recipe, key
+) -> Float[Array, "*b n"]:
+    """`grouped_mlp`, known by the name `op` to errors and to the report. Without group_sizes all rows go through the
+    same kernels w_in [k, 2f], w_out [f, n] and biases [2f], [n]."""
+    grouped = group_sizes is not None
     act = activation_of(op, activation)
     check_recipe(op, out_recipe, "out_recipe")
     first, second = resolve(op, recipe), resolve(op, recipe_of_second(recipe, out_recipe))
     check_x(op, x)
-    g, k, hidden = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped=True)
+    in_shape = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped=grouped)
+    *groups, k, hidden = in_shape
     if act.gated and hidden % 2:
-        why, fix = f"{act.name} is gated: half of them are the gate", "w_in [g, k, 2f], gate columns first"
-        raise ValueError(message(op, "w_in", f"of shape {(g, k, hidden)}", "an even number of columns", why, fix))
+        why, fix = f"{act.name} is gated: half of them are the gate", "w_in [..., k, 2f], gate columns first"
+        raise ValueError(message(op, "w_in", f"of shape {in_shape}", "an even number of columns", why, fix))
     f = hidden // 2 if act.gated else hidden
-    *_, n = shape = check_kernel(op, "w_out", w_out, f"the activation {(*x.shape[:-1], f)}", f, grouped=True)
-    if shape[0] != g:
-        why = f"w_in {(g, k, hidden)} has {g} groups"
-        raise ValueError(message(op, "w_out", f"of shape {shape}", f"{g} groups", why, "kernels of the same experts"))
-    check_bias(op, "b_in", b_in, (g, k, hidden))
+    *_, n = shape = check_kernel(op, "w_out", w_out, f"the activation {(*x.shape[:-1], f)}", f, grouped=grouped)
+    if [*shape[:-2]] != groups:
+        why = f"w_in {in_shape} has {groups[0]} groups"
+        fix = "kernels of the same experts"
+        raise ValueError(message(op, "w_out", f"of shape {shape}", f"{groups[0]} groups", why, fix))
+    check_bias(op, "b_in", b_in, in_shape)
     check_bias(op, "b_out", b_out, shape)
-    check_group_sizes(op, group_sizes, g)
+    if grouped:
+        check_group_sizes(op, group_sizes, groups[0])
     if probs is not None:
         check_float(op, "probs", probs)
         if probs.shape != x.shape[:-1]:
             why = f"x {x.shape} has a factor for each row"
             raise ValueError(message(op, "probs", f"of shape {probs.shape}", f"{x.shape[:-1]}", why, "probs=None"))
+    m = math.prod(x.shape[:-1])
     for chosen, given, kernel_shape, names in (
-        (first, recipe, (g, k, hidden), ("x", "w_in")),
+        (first, recipe, in_shape, ("x", "w_in")),
         (second, recipe_of_second(recipe, out_recipe), shape, ("w_out (rows)", "w_out")),
     ):
-        reason, operand_shape = why_unquantized(given) if chosen is None else "", (*x.shape[:-1], kernel_shape[1])
+        reason, operand_shape = why_unquantized(given) if chosen is None else "", (*x.shape[:-1], kernel_shape[-2])
         _record.record(_record.LayerEvent(_record.path(), op, operand_shape, kernel_shape, chosen, reason))
-        check_padding(op, chosen, *kernel_shape[1:], names=names)
-    m = math.prod(x.shape[:-1])
+        check_padding(op, chosen, *kernel_shape[-2:], None if grouped else m, names)
     arguments = Arguments(
         jnp.asarray(x).reshape(m, k), w_in, w_out, b_in, b_out, None if probs is None else probs.reshape(m)
     )
@@ -129,8 +156,8 @@ def grouped_mlp(
         key_words(op, key)  # refuses what is no key in our words, before fold_in does
         seeds = tuple(key_words(op, jax.random.fold_in(key, i)) for i in (0, 1))
     dtypes = tuple(None if a is None else kernel_dtype(a) for a in arguments)
-    static = Static((first, second), act, x.dtype, dtypes)
-    y: Any = _mlp(arguments, seeds, jnp.asarray(group_sizes), static)
+    static = Static(op, (first, second), act, x.dtype, dtypes)
+    y: Any = _mlp(arguments, seeds, group_sizes, static)
     return y.reshape(*x.shape[:-1], n)
 
 
@@ -143,7 +170,7 @@ def _mlp_fwd(arguments: Any, seeds, group_sizes, static: Static):
     """Residuals for what is differentiated, and the errors that only differentiation can make."""
     for name, kernel in (("w_in", arguments.w_in), ("w_out", arguments.w_out)):
         if is_frozen(kernel):
-            refuse_perturbed("grouped_mlp", name, kernel)
+            refuse_perturbed(static.op, name, kernel)
     perturbed = Arguments(*(a is not None and not is_frozen(a) and a.perturbed for a in arguments))
     arguments, seeds, group_sizes = primals((arguments, seeds, group_sizes))
     before = perturbed.x or perturbed.w_in or perturbed.b_in  # whatever the first product depends on
@@ -151,9 +178,9 @@ def _mlp_fwd(arguments: Any, seeds, group_sizes, static: Static):
     kernels = ("w_in", arguments.w_in), ("w_out", arguments.w_out)
     for recipe, needed, (name, kernel) in zip(static.recipes, needs, kernels, strict=True):
         if any(needed):
-            require_key("grouped_mlp", recipe, seeds)
+            require_key(static.op, recipe, seeds)
         if needed.x:
-            _modes.require_along_n("grouped_mlp", name, kernel, recipe)
+            _modes.require_along_n(static.op, name, kernel, recipe)
     y, kept = _forward(arguments, seeds, group_sizes, static, *needs)
     return y, kept._replace(b_out=keep(kept.b_out if perturbed.probs else None, lambda: kept.b_out))
 
