@@ -68,6 +68,28 @@ def normalize(
     return y.reshape(x.shape)
 
 
+# --- of the layers with a norm: flat fields norm, epsilon, zero_centered_scale, use_norm_bias, scale_init ---
+
+
+def norm_settings(layer: Any) -> dict[str, Any]:
+    return {name: getattr(layer, name) for name in ("norm", "epsilon", "zero_centered_scale")}
+
+
+def has_norm_bias(layer: Any) -> bool:
+    """use_norm_bias, or what Flax's norm of that name has by default."""
+    return layer.norm == "layernorm" if layer.use_norm_bias is None else layer.use_norm_bias
+
+
+def scale_init_of(layer: Any):
+    """The layer's own initializer, or one by which the norm starts without a scale."""
+    initializers = jax.nn.initializers
+    default = initializers.zeros if layer.zero_centered_scale else initializers.ones
+    return default if layer.scale_init is None else layer.scale_init
+
+
+# --- checks ---
+
+
 def _checked_epsilon(op: str, epsilon: object) -> float:
     because, fix = "it keeps the root of a zero row's variance above zero", "epsilon=1e-6"
     if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real):
@@ -83,6 +105,9 @@ def _check_vector(op: str, name: str, value, k: int) -> None:
     if value.shape != (k,):
         why, fix = "x has that many columns", f"{name} of shape {(k,)}"
         raise ValueError(message(op, name, f"of shape {value.shape}", f"{(k,)}", why, fix))
+
+
+# --- value and gradient ---
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
