@@ -147,7 +147,7 @@ def mlp_as(
     ):
         reason, operand_shape = why_unquantized(given) if chosen is None else "", (*x.shape[:-1], kernel_shape[-2])
         _record.record(_record.LayerEvent(_record.path(), op, operand_shape, kernel_shape, chosen, reason))
-        check_padding(op, chosen, *kernel_shape[-2:], None if grouped else m, names)
+        check_padding(op, chosen, *kernel_shape[-2:], m=None if grouped else m, names=names)
     arguments = Arguments(
         jnp.asarray(x).reshape(m, k), w_in, w_out, b_in, b_out, None if probs is None else probs.reshape(m)
     )

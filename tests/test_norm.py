@@ -177,6 +177,10 @@ def test_what_dense_keeps(mode, norm):
     assert x not in (kept(partial(layer, **arrays), **kernel) if mode in ("default", "dequant") else {})
     x_alone = kept(partial(layer, **(arrays | kernel | dict(x=arrays["x"]))), x=arrays["x"])
     assert x_alone[x] == 1  # for the norm; the kernel is not differentiated
+    if norm == "layernorm":  # its own gradient reads nothing of the norm
+        bias_alone = kept(partial(layer, **{n: a for n, a in (arrays | kernel).items() if n != "norm_bias"}),
+                          norm_bias=arrays["norm_bias"])  # fmt: skip
+        assert not bias_alone.keys() & {x, statistics}
 
 
 @pytest.mark.core
