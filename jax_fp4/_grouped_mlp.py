@@ -92,14 +92,13 @@ def grouped_mlp(
     is kept packed in `default` (column-wise) and `dequant` (row-wise), and made again in `unquant`. Gradients have the
     dtype of their parameters. Raises TypeError, ValueError or UnsupportedError for what is not described here.
     """
-    op = "grouped_mlp"
-    check_group_sizes(op, group_sizes)
     return mlp_as(
-        op,
+        "grouped_mlp",
         x,
         w_in,
         w_out,
-        jnp.asarray(group_sizes),
+        group_sizes,
+        grouped=True,
         b_in=b_in,
         b_out=b_out,
         activation=activation,
@@ -111,11 +110,23 @@ def grouped_mlp(
 
 
 def mlp_as(
-    op: str, x: Any, w_in: Any, w_out: Any, group_sizes, *, b_in, b_out, activation, probs=None, recipe, out_recipe, key
+    op: str,
+    x: Any,
+    w_in: Any,
+    w_out: Any,
+    group_sizes,
+    *,
+    grouped: bool,
+    b_in,
+    b_out,
+    activation,
+    probs=None,
+    recipe,
+    out_recipe,
+    key,
 ) -> Float[Array, "*b n"]:
-    """`grouped_mlp`, known by the name `op` to errors and to the report. Without group_sizes all rows go through the
+    """`grouped_mlp`, known by the name `op` to errors and to the report. Not grouped (group_sizes None), all rows go through the
     same kernels w_in [k, 2f], w_out [f, n] and biases [2f], [n]."""
-    grouped = group_sizes is not None
     act = activation_of(op, activation)
     check_recipe(op, out_recipe, "out_recipe")
     first, second = resolve(op, recipe), resolve(op, recipe_of_second(recipe, out_recipe))
@@ -135,6 +146,7 @@ def mlp_as(
     check_bias(op, "b_out", b_out, shape)
     if grouped:
         check_group_sizes(op, group_sizes, groups[0])
+        group_sizes = jnp.asarray(group_sizes)
     if probs is not None:
         check_float(op, "probs", probs)
         if probs.shape != x.shape[:-1]:

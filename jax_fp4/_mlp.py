@@ -50,6 +50,7 @@ def layernorm_mlp(
         w_in,
         w_out,
         None,
+        grouped=False,
         b_in=b_in,
         b_out=b_out,
         activation=activation,

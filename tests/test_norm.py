@@ -333,7 +333,7 @@ def test_errors_name_the_argument(op, arrays, change, error, says):
         (lambda: fp4.layernorm_mlp(**(MLP | dict(w_in=W_IN[:, 1:]))), ValueError, "layernorm_mlp: w_in is"),
         (lambda: fp4.layernorm_mlp(**(MLP | dict(w_out=W_OUT[1:]))), ValueError, "layernorm_mlp: w_out is"),
         (lambda: fp4.layernorm_mlp(**MLP, activation="tanh"), ValueError, "layernorm_mlp: activation is 'tanh'"),
-        (lambda: fp4.grouped_mlp(X, W_IN, W_OUT, None), TypeError, "grouped_mlp: group_sizes is"),
+        (lambda: fp4.grouped_mlp(X, W_IN[None], W_OUT[None], None), TypeError, "grouped_mlp: group_sizes is"),
     ],
 )
 def test_errors_of_shapes(call, error, says):
