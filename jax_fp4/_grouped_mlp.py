@@ -125,8 +125,8 @@ def mlp_as(
     out_recipe,
     key,
 ) -> Float[Array, "*b n"]:
-    """`grouped_mlp`, known by the name `op` to errors and to the report. Not grouped (group_sizes None), all rows go through the
-    same kernels w_in [k, 2f], w_out [f, n] and biases [2f], [n]."""
+    """`grouped_mlp`, known by the name `op` to errors and to the report. Not grouped (group_sizes None), all rows go
+    through the same kernels w_in [k, 2f], w_out [f, n] and biases [2f], [n]."""
     act = activation_of(op, activation)
     check_recipe(op, out_recipe, "out_recipe")
     first, second = resolve(op, recipe), resolve(op, recipe_of_second(recipe, out_recipe))
