@@ -3,10 +3,15 @@
     python examples/train_lm.py                                          NVFP4, backward mode "default"
     python examples/train_lm.py --recipe nvfp4 --backward-mode dequant
     python examples/train_lm.py --experts 1                              dense: as many active parameters a token
+    python examples/train_lm.py --rules rules.txt                        a recipe for each layer, by its path
     python examples/train_lm.py --compare                                bfloat16 and the three modes, side by side
 
 The text is Python's own help (`pydoc_data.topics`), so nothing is downloaded. What makes this an NVFP4 training is the
-class of the layers and their `recipe`; parameters, optimizer and train step are those of any Flax model.
+class of the layers and their `recipe`; parameters, optimizer and train step are those of any Flax model. A file of
+rules has one a line, the first match wins, and what none matches follows --recipe:
+
+    block0/.* = HIGH_PRECISION
+    .*/moe = NVFP4BlockScaling(backward_mode="dequant")
 """
 
 import argparse
@@ -305,6 +310,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"needs a whole number above 0, is {text!r}")
         return int(text)
 
+    def rules_file(path: str) -> fp4.Rules:
+        try:
+            return fp4.Rules.from_file(path)
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
     parser = argparse.ArgumentParser(
         description="Train a byte-level mixture-of-experts transformer in bfloat16 or NVFP4 on the English text that "
         "ships with Python.",
@@ -317,6 +328,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         choices=MODES,
         help='what the NVFP4 backward multiplies (unset: JAX_FP4_BACKWARD_MODE, else "default")',
     )
+    add("--rules", type=rules_file, help="a file of recipes by layer path; what no rule matches follows --recipe")
     add(
         "--compare",
         action="store_true",
@@ -338,6 +350,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if args.compare and args.backward_mode:
         parser.error(
             "--compare trains every backward mode, so --backward-mode has no meaning beside it: leave one of them out"
+        )
+    if args.compare and args.rules:
+        parser.error(
+            "--compare trains one recipe in all layers, so --rules has no meaning beside it: leave one of them out"
         )
     if args.recipe == "bfloat16" and args.backward_mode:
         parser.error("--backward-mode belongs to --recipe nvfp4: bfloat16 has one backward only")
@@ -368,6 +384,16 @@ def runs(args: argparse.Namespace) -> dict[str, Any]:
     return {f"nvfp4 {recipe.backward_mode}": recipe}
 
 
+def train_by_rules(name: str, recipe: Any, text: byte_models.Text, args: argparse.Namespace) -> Result:
+    """The layers have no recipe of their own: rules choose, and the recipe where none matches."""
+    with fp4.autocast(recipe), fp4.autocast(args.rules):
+        model = LanguageModel(args.layers, args.width, args.heads, args.experts, args.top_k)
+        key, shape = jax.random.key(args.seed), jnp.zeros((1, args.context + 1), jnp.uint8)
+        params = jax.eval_shape(model.init, key, shape)
+        print(fp4.report(lambda params: loss_of(model, params, shape, key)[0], params), end="\n\n")
+        return train(f"rules, {name}", None, text, args)
+
+
 def main(arguments: list[str] | None = None) -> list[Result]:
     args = parse(arguments)
     text = byte_models.load_text()
@@ -376,7 +402,8 @@ def main(arguments: list[str] | None = None) -> list[Result]:
     print(f"text: pydoc_data.topics, {len(text.train) + len(text.held_out)} bytes, sha256 {text.sha256}")
     print(f"      {len(text.train)} bytes to train on, the last {len(text.held_out)} held out")
     orders = [byte_models.loss(byte_models.fit(text.train, order), text.held_out) for order in range(3)]
-    results = [train(name, recipe, text, args) for name, recipe in runs(args).items()]
+    run = train_by_rules if args.rules else train
+    results = [run(name, recipe, text, args) for name, recipe in runs(args).items()]
     print(f"\n{table(results, orders)}")
     plot(results, orders, args.out / "loss.png")
     print(f"\ntraining curves: {args.out / 'loss.png'}")

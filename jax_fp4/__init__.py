@@ -25,6 +25,7 @@ from jax_fp4._recipe import HIGH_PRECISION as HIGH_PRECISION
 from jax_fp4._recipe import BackwardMode as BackwardMode
 from jax_fp4._recipe import FourOverSix as FourOverSix
 from jax_fp4._recipe import NVFP4BlockScaling as NVFP4BlockScaling
+from jax_fp4._recipe import Rules as Rules
 from jax_fp4._recipe import autocast as autocast
 from jax_fp4._routing import combine_tokens as combine_tokens
 from jax_fp4._routing import group_tokens as group_tokens

@@ -12,7 +12,7 @@ from jaxtyping import Array, UInt32
 
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
-from jax_fp4._formats import BLOCK, E4M3_MAX, FORMATS, Quantization, amax_shape, exclusion, stored
+from jax_fp4._formats import BLOCK, E4M3_MAX, FLOAT8_FORMATS, FORMATS, Quantization, amax_shape, exclusion, stored
 from jax_fp4._recipe import FourOverSix, check_choice
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -25,9 +25,9 @@ def quantization(
     op, x, format, axis, block, row_scaled, hadamard, key, four_over_six, dtype, group_sizes
 ) -> Quantization:
     """Every flag of a quantize call, checked one by one and in pairs."""
-    check_choice(op, "format", format, FORMATS, "this version quantizes to no other")
+    check_choice(op, "format", format, (*FORMATS, *FLOAT8_FORMATS), "this version quantizes to no other")
     check_choice(op, "axis", axis, (-1, 0), "blocks run along the last axis, or along the rows before it")
-    check_choice(op, "block", block, ((1, 16), (16, 16)), "NVFP4 scales 16 elements, or a 16 x 16 tile of a weight")
+    check_choice(op, "block", block, (None, (1, 16), (16, 16)), "NVFP4 scales 16 elements, or 16 x 16 of a weight")
     for name, flag in (("row_scaled", row_scaled), ("hadamard", hadamard)):
         check_choice(op, name, flag, (False, True), "it is a switch")
     if four_over_six is not None and not isinstance(four_over_six, FourOverSix):
@@ -205,15 +205,25 @@ def key_words(op: str, key) -> UInt32[Array, "2"]:
     )
 
 
-def check_quantized(op: str, name: str, q) -> None:
+def refuse_float8(op: str, **given) -> None:
+    """Refuse, beside format="nvfp4", the arguments that only the 8-bit formats have. None is absent."""
+    for name, value in given.items():
+        if value is not None:
+            why = "NVFP4 has E4M3 scales under that of the tensor"
+            raise ValueError(
+                message(op, name, "given beside format='nvfp4'", "an 8-bit format", why, f"a call without {name}")
+            )
+
+
+def check_quantized(op: str, name: str, q, formats: tuple[str, ...] = FORMATS) -> None:
     if not isinstance(q, QuantizedTensor):
         raise TypeError(
             message(op, name, f"a {type(q).__name__}", "a QuantizedTensor", "it is decoded", "jax_fp4.quantize(x)")
         )
-    if q.format not in FORMATS:
-        why = "operands share a format, and this version decodes no other"
+    if q.format not in formats:
+        why = f"this version's {op} takes no other"
         raise ValueError(
-            message(op, f"{name}.format", repr(q.format), f"one of {FORMATS}", why, "quantize(x, 'nvfp4')")
+            message(op, f"{name}.format", repr(q.format), f"one of {formats}", why, "quantize(x, 'nvfp4')")
         )
 
 

@@ -1,4 +1,4 @@
-"""QuantizedTensor: packed codes with their scales, as one value."""
+"""QuantizedTensor: codes with their scales, as one value."""
 
 import dataclasses
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from jax_fp4._errors import message
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """An NVFP4 tensor, blocked along one axis, which is stored last.
+    """A tensor in NVFP4 or an 8-bit format, blocked along one axis, which is stored last. NVFP4:
 
     codes        uint8 [..., r, b/2]   two E2M1 codes a byte, even index in the low nibble
     block_scale  e4m3  [..., r, b/16]  one scale for 16 codes
@@ -20,6 +20,12 @@ class QuantizedTensor:
     group_sizes  int32 [g] or None     rows of x [m, k] that are tensors of their own: amax [g], row-scaled column-wise
                                        [g, r]. Column-wise every group begins at a block of its own: codes
                                        [k, P/2] with P = 16 * ((m + 15 g) // 16). Rows beyond the sum are zero
+
+    The 8-bit formats, codes e4m3 or e5m2 [..., r, b], nothing packed:
+
+    "mxfp8"         block_scale e8m0 [..., r, b/32], the rows of a 32 x 32 tile repeating theirs; no amax
+    "float8_block"  block_scale f32 [..., r, b/128], of tiles [*batch, ceil(r/128), b/128]: inverse scales; no amax
+    "float8"        block_scale f32 [], or of its batch shape: the inverse scale; amax f32, likewise; `block` None
 
     `axis` -1: blocks along the last axis of x [..., k] (codes [..., k/2]). `axis` 0: "column-wise", blocks along m of
     x [*batch, m, k] (codes [*batch, k, m/2]). `extent` is the blocked length without padding, `dtype` the type the
@@ -39,7 +45,7 @@ class QuantizedTensor:
     extent: int = dataclasses.field(metadata={"static": True}, default=0)
     dtype: np.dtype = dataclasses.field(metadata={"static": True}, default=np.dtype(np.float32))
     bound: int = dataclasses.field(metadata={"static": True}, default=448)
-    block: tuple[int, int] = dataclasses.field(metadata={"static": True}, default=(1, 16))
+    block: tuple[int, int] | None = dataclasses.field(metadata={"static": True}, default=(1, 16))
     row_scaled: bool = dataclasses.field(metadata={"static": True}, default=False)
     hadamard: bool = dataclasses.field(metadata={"static": True}, default=False)
     grouped: Literal["", "rows", "blocks"] = dataclasses.field(metadata={"static": True}, default="")
@@ -63,7 +69,8 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, block scales and amax."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in (self.codes, self.block_scale, self.amax))
+        leaves = jax.tree.leaves((self.codes, self.block_scale, self.amax))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     @property
     def mT(self) -> "QuantizedTensor":
@@ -77,7 +84,7 @@ class QuantizedTensor:
     def __repr__(self) -> str:
         # Of what there is: under transformations the leaves may be shapes, axes, shardings or None.
         codes, amax = (getattr(leaf, "shape", leaf) for leaf in (self.codes, self.amax))
-        block = "" if self.block[0] == 1 else f", block={self.block}"
+        block = "" if self.block is None or self.block[0] == 1 else f", block={self.block}"
         groups = f", grouped={self.grouped!r}" if self.grouped else ""
         kind = f"{self.format}, axis={self.axis}, extent={self.extent}, dtype={self.dtype.name}{block}{groups}"
         return f"QuantizedTensor({kind}, codes={codes}, amax={amax})"

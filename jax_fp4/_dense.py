@@ -18,7 +18,7 @@ from jax_fp4._formats import BLOCK
 from jax_fp4._modes import Kernel, Needs, Residuals, is_frozen
 from jax_fp4._ops import refuse_padding
 from jax_fp4._products import along_last, matmul, sum_of_groups
-from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, draws, resolve, why_unquantized
+from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, chosen_by, draws, resolve
 from jax_fp4._rules import primals, refuse_perturbed
 
 
@@ -40,7 +40,8 @@ def dense(
 
     kernel: an array (float32 master weights are rounded to x's dtype on the way) or, frozen, a QuantizedTensor blocked
     along k (`quantize(w, axis=0)`) or the pair `quantize_transpose(w)`; differentiating a frozen kernel raises.
-    recipe: None takes autocast's, HIGH_PRECISION none. Without a recipe this is the plain product.
+    recipe: None takes autocast's, HIGH_PRECISION none. Without a recipe this is the plain product. Under
+        autocast(Rules) a call outside of a Linen layer has no path to match: ValueError.
     key: the JAX key of stochastic rounding, needed where a recipe that rounds dy stochastically is differentiated.
     preferred_element_type: y's dtype, rounded once from the float32 sum, if not x's.
 
@@ -59,8 +60,7 @@ def dense_as(
     check_x(op, x)
     k, n = shape = check_kernel(op, "kernel", kernel, f"x {x.shape}", x.shape[-1], grouped=False)
     check_bias(op, "bias", bias, shape)
-    reason = why_unquantized(recipe) if chosen is None else ""
-    _record.record(_record.LayerEvent(_record.path(), op, x.shape, (k, n), chosen, reason))
+    _record.record(_record.LayerEvent(_record.path(), op, x.shape, (k, n), chosen, chosen_by(op, recipe)))
     y_dtype = x.dtype
     if preferred_element_type is not None:
         y_dtype = float_dtype(op, "preferred_element_type", preferred_element_type, "y is written in it")

@@ -15,7 +15,7 @@ from jax_fp4 import _record
 from jax_fp4._arguments import check_float
 from jax_fp4._dense import dense
 from jax_fp4._errors import UnsupportedError, message
-from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, resolve, why_unquantized
+from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, chosen_by, resolve
 
 Axes = Sequence[int]
 DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]  # ((lhs, rhs) contracted, (lhs, rhs) batch)
@@ -65,7 +65,7 @@ class DotGeneral:
         op = "DotGeneral"
         recipe = resolve(op, self.recipe)
         if recipe is None:
-            reason = why_unquantized(self.recipe)
+            reason = chosen_by(op, self.recipe)
             _record.record(_record.LayerEvent(_record.path(), "dense", jnp.shape(lhs), jnp.shape(rhs), None, reason))
             return lax.dot_general(
                 lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
@@ -80,14 +80,21 @@ class DotGeneral:
             rhs,
             None,
             dimension_numbers,
-            recipe=recipe,
+            recipe=self.recipe,
             key=self.key,
             preferred_element_type=preferred_element_type,
         )
 
 
 def contract(
-    x, kernel, bias, dimension_numbers: DimensionNumbers, *, recipe: Recipe, key=None, preferred_element_type=None
+    x,
+    kernel,
+    bias,
+    dimension_numbers: DimensionNumbers,
+    *,
+    recipe: RecipeChoice | None,
+    key=None,
+    preferred_element_type=None,
 ) -> Float[Array, "..."]:
     """`dense` over any axes: x and kernel as `lax.dot_general` takes them, bias [*batch, *out] or None.
 
@@ -116,7 +123,7 @@ def _others(ndim: int, *taken: Axes) -> list[int]:
     return [axis for axis in range(ndim) if not any(axis in axes for axes in taken)]
 
 
-# --- what the layers of linen and nnx share. `layer` is a Flax layer with a `recipe` ---
+# --- what the layers of linen and nnx share. `layer` is a Flax layer, perhaps with a `recipe` ---
 
 
 def check_layer(layer, recipe: object, **products) -> None:
@@ -137,15 +144,21 @@ def own_product(dot_general=None, dot_general_cls=None) -> str:
 
 def layer_recipe(layer, x_shape: tuple[int, ...], kernel_shape: tuple[int, ...]) -> Recipe | None:
     """The recipe in force for a call of the layer. None, recorded for the report: the call is Flax's own."""
-    recipe = resolve(type(layer).__name__, layer.recipe)
+    op, given = type(layer).__name__, own_recipe(layer)
+    recipe = resolve(op, given)
     own = own_product(layer.dot_general, getattr(layer, "dot_general_cls", None))
     if recipe is not None and own:
         # Ignoring the user's product would be as silent as ignoring the recipe.
-        _refuse_own_product(type(layer).__name__, own, "a recipe in force (autocast)")
+        _refuse_own_product(op, own, "a recipe in force (autocast)")
     if recipe is None:
-        reason = f"the layer's own {own} computes it" if own else why_unquantized(layer.recipe)
+        reason = f"the layer's own {own} computes it" if own else chosen_by(op, given)
         _record.record(_record.LayerEvent(_record.path(), "dense", x_shape, kernel_shape, None, reason))
     return recipe
+
+
+def own_recipe(layer) -> RecipeChoice | None:
+    """What the layer was given. Flax's own layers have no recipe."""
+    return getattr(layer, "recipe", None)
 
 
 def layer_product(layer, operands, promoted, default_promote, axis: Axes, batch_axis: Axes, **how):
@@ -162,7 +175,8 @@ def layer_product(layer, operands, promoted, default_promote, axis: Axes, batch_
     out = getattr(layer, "preferred_element_type", None)  # nnx only
     if out is not None and bias is not None:
         out = jnp.promote_types(out, x.dtype)  # as Flax, which adds a bias of the compute dtype
-    return contract(x, kernel, bias, _dimension_numbers(x.ndim, axis, batch_axis), preferred_element_type=out, **how)
+    how |= dict(recipe=own_recipe(layer), preferred_element_type=out)
+    return contract(x, kernel, bias, _dimension_numbers(x.ndim, axis, batch_axis), **how)
 
 
 def _dimension_numbers(ndim: int, axis: Axes, batch_axis: Axes) -> DimensionNumbers:

@@ -72,11 +72,11 @@ def hopper_missing() -> str:
     """
     if sm90a_missing():
         return sm90a_missing()
-    return f"{gpu} is no Hopper GPU" if (gpu := untested_gpu()) else ""
+    return f"{gpu} is no Hopper GPU" if (gpu := other_gpu()) else ""
 
 
-def untested_gpu() -> str:
-    """A GPU of this process on which nothing here was ever run, since it is not Hopper's; "" if there is none."""
+def other_gpu() -> str:
+    """A GPU of this process that is not Hopper's; "" if there is none."""
     return next((gpu.device_kind for gpu in _gpus() if gpu.compute_capability != "9.0"), "")
 
 

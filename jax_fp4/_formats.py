@@ -1,15 +1,25 @@
-"""NVFP4 in numbers: block shapes, maxima, packing and padded shapes. Integers and names only."""
+"""The formats in numbers: block shapes, maxima, packing and padded shapes. Integers and names only."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-FORMATS = ("nvfp4",)  # of this version
+FORMATS = ("nvfp4",)  # that products and layers of this version know
+# What `quantize` knows besides: how it scales, and the format of its codes.
+FLOAT8_FORMATS: dict[str, tuple[Literal["mxfp8", "float8_block", "float8"], Literal["e4m3", "e5m2"]]] = {
+    "mxfp8": ("mxfp8", "e4m3"),
+    "mxfp8_e5m2": ("mxfp8", "e5m2"),
+    "float8_block": ("float8_block", "e4m3"),
+    "float8_block_e5m2": ("float8_block", "e5m2"),
+    "float8": ("float8", "e4m3"),
+    "float8_e5m2": ("float8", "e5m2"),
+}
 BLOCK = 16  # elements that share one E4M3 scale
 PACK = 2  # codes a byte, even index in the low nibble
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # what the 3-bit magnitudes mean
 E2M1_MAX = 6
 E4M3_MAX = 448
+E5M2_MAX = 57344
 FOUR_OVER_SIX_BOUNDS = (256, 448)
 
 NAN_SCALE = 0x7F  # E4M3 NaN: the scale of a block that holds a non-finite element
@@ -22,6 +32,10 @@ HADAMARD_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 SWIZZLE_ROWS, SWIZZLE_COLUMNS = 128, 4  # the tile in which Blackwell tensor cores read scales
 
 INTERLEAVE = 64  # values of a row that the Hopper product kernel reads in an order of its own (gemm_decode.cuh)
+
+
+E8M0_NAN = 255  # the scale of an MXFP8 block that holds a NaN
+FLOAT8_BLOCKS = {"mxfp8": 32, "float8_block": 128}  # elements along the blocked axis that share a scale
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,34 @@ class Quantization:
 
     def bound_along(self, axis: int) -> int:
         return self.column_bound if axis == 0 else self.bound
+
+
+@dataclass(frozen=True)
+class Float8Quantization:
+    """The static facts of one quantize call to 8-bit codes (numerics.md, section 3).
+
+    `scaling`: "mxfp8", an E8M0 scale a block of 32; "float8_block", a float32 scale a block of 128; "float8", one a
+    tensor. `codes`: their format. `axis`: the blocked axis of x [m, k] (for "float8": what is stored last). `tile`: the
+    rows that share a scale, 1 or as many as the block is long. `power_of_two` and `eps`, the least amax that counts,
+    concern float32 scales. `compute_dtype`: what x is rounded to before anything else.
+    """
+
+    scaling: Literal["mxfp8", "float8_block", "float8"]
+    codes: Literal["e4m3", "e5m2"] = "e4m3"
+    axis: Literal[-1, 0] = -1
+    tile: Literal[1, 32, 128] = 1
+    power_of_two: bool = False
+    eps: float = 0.0
+    compute_dtype: str = "float32"
+
+    @property
+    def block(self) -> int:
+        """Elements along the blocked axis that share a scale; 1, no padding, where the whole tensor does."""
+        return FLOAT8_BLOCKS.get(self.scaling, 1)
+
+    @property
+    def largest(self) -> int:
+        return E4M3_MAX if self.codes == "e4m3" else E5M2_MAX
 
 
 def exclusion(q: Quantization, stochastic: bool, grouped: bool = False) -> tuple[str, str, str] | None:

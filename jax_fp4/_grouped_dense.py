@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jax_fp4 import _record
 from jax_fp4._arguments import check_group_sizes, float_dtype, key_words
 from jax_fp4._dense import Static, affine, check_bias, check_kernel, check_padding, check_x, kernel_dtype
-from jax_fp4._recipe import RecipeChoice, resolve, why_unquantized
+from jax_fp4._recipe import RecipeChoice, chosen_by, resolve
 
 
 def grouped_dense(
@@ -40,8 +40,7 @@ def grouped_dense(
     g, k, n = shape = check_kernel(op, "kernel", kernel, f"x {x.shape}", x.shape[-1], grouped=True)
     check_bias(op, "bias", bias, shape)
     check_group_sizes(op, group_sizes, g)
-    reason = why_unquantized(recipe) if chosen is None else ""
-    _record.record(_record.LayerEvent(_record.path(), op, x.shape, shape, chosen, reason))
+    _record.record(_record.LayerEvent(_record.path(), op, x.shape, shape, chosen, chosen_by(op, recipe)))
     check_padding(op, chosen, k, n)
     y_dtype = x.dtype
     if preferred_element_type is not None:

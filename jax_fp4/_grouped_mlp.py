@@ -22,7 +22,7 @@ from jax_fp4._errors import message
 from jax_fp4._modes import Needs, Residuals, is_frozen, mode_of
 from jax_fp4._ops import Made
 from jax_fp4._products import dots_with_groups, sum_of_groups
-from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, resolve, why_unquantized
+from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, chosen_by, resolve
 from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
 
 
@@ -157,7 +157,7 @@ def mlp_as(
         (first, recipe, in_shape, ("x", "w_in")),
         (second, recipe_of_second(recipe, out_recipe), shape, ("w_out (rows)", "w_out")),
     ):
-        reason, operand_shape = why_unquantized(given) if chosen is None else "", (*x.shape[:-1], kernel_shape[-2])
+        reason, operand_shape = chosen_by(op, given), (*x.shape[:-1], kernel_shape[-2])
         _record.record(_record.LayerEvent(_record.path(), op, operand_shape, kernel_shape, chosen, reason))
         check_padding(op, chosen, *kernel_shape[-2:], m=None if grouped else m, names=names)
     arguments = Arguments(

@@ -1,5 +1,6 @@
 """What a program decides when it is lowered: `refuse`, which no platform can run, and `choose`, which CUDA may run
-otherwise. A program is traced once and lowered for any platform, so neither is known while it is traced."""
+otherwise. A program is traced once and lowered for any platform, so neither is known while it is traced. And what is
+refused where a program is differentiated."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +10,7 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from jax_fp4._errors import UnsupportedError
+from jax_fp4._errors import UnsupportedError, message
 
 # --- refuse ---
 
@@ -90,11 +91,20 @@ def _(*_, otherwise, **__):
 
 
 def _choose_lowering(context, *arguments, cuda, otherwise, usable, batched):
-    return mlir.lower_fun(core.jaxpr_as_fun(otherwise))(context, *arguments)
+    return _lowered(context, otherwise, arguments)
 
 
 def _choose_lowering_for_cuda(context, *arguments, cuda, otherwise, usable, batched):
-    return mlir.lower_fun(core.jaxpr_as_fun(cuda if usable(context) else otherwise))(context, *arguments)
+    return _lowered(context, cuda if usable(context) else otherwise, arguments)
+
+
+def _lowered(context, jaxpr, arguments):
+    """Of several platforms each gets functions of its own: JAX shares those of jitted functions, of which one inside
+    may be another choice."""
+    module = context.module_context
+    if len(module.platforms) > 1:
+        context = context.replace(module_context=module.replace(cached_primitive_lowerings={}))
+    return mlir.lower_fun(core.jaxpr_as_fun(jaxpr))(context, *arguments)
 
 
 def is_partitioned(context) -> bool:
@@ -145,3 +155,27 @@ mlir.register_lowering(_choose_p, _choose_lowering_for_cuda, platform="cuda")
 batching.primitive_batchers[_choose_p] = _choose_batching
 ad.primitive_jvps[_choose_p] = _choose_jvp
 partial_eval.dce_rules[_choose_p] = _choose_dce
+
+
+# --- undifferentiable ---
+
+
+def undifferentiable(op: str, function):
+    """`function`, raising where it would be differentiated: through packed bytes every gradient is zero."""
+    guarded = jax.custom_jvp(function)
+    operand = "q (or a quantized kernel)" if op == "dequantize" else "x"
+
+    @guarded.defjvp
+    def _(*_):
+        raise UnsupportedError(
+            message(
+                op,
+                operand,
+                "differentiated",
+                "a constant",
+                "packed codes carry no gradient, and zeros would go unnoticed",
+                "jax_fp4.dense, or jax.lax.stop_gradient of it",
+            )
+        )
+
+    return guarded

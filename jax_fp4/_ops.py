@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jax_fp4 import _ffi, _groups, _record, reference
+from jax_fp4 import _ffi, _float8, _groups, _record, reference
 from jax_fp4._arguments import (
     IMPLEMENTATIONS,
     Implementation,
@@ -19,12 +19,13 @@ from jax_fp4._arguments import (
     float_dtype,
     given_amax,
     quantization,
+    refuse_float8,
     seed_words,
 )
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import Support, UnsupportedError, is_strict, message
-from jax_fp4._formats import BLOCK, PACK, Quantization, grouped_extent, padded, stored
-from jax_fp4._lowering import refuse
+from jax_fp4._formats import BLOCK, FLOAT8_FORMATS, FORMATS, PACK, Quantization, grouped_extent, padded, stored
+from jax_fp4._lowering import refuse, undifferentiable
 from jax_fp4._recipe import FourOverSix, check_choice
 
 NATIVE = ("quantize", "quantize_transpose", "dequantize")
@@ -36,7 +37,7 @@ def quantize(
     format: str = "nvfp4",
     *,
     axis: Literal[-1, 0] = -1,
-    block: tuple[int, int] = (1, 16),
+    block: tuple[int, int] | None = None,
     row_scaled: bool = False,
     hadamard: bool = False,
     key=None,
@@ -45,12 +46,18 @@ def quantize(
     group_sizes=None,
     batch_dims: int = 0,
     dtype=None,
+    power_of_two: bool | None = None,
+    eps: float = 0.0,
+    scale=None,
     implementation: Implementation = None,
 ) -> QuantizedTensor:
-    """Quantize x [..., k] to NVFP4 along one axis.
+    """Quantize x [..., k] along one axis, to NVFP4 or an 8-bit format.
 
     axis: -1, blocks along k; 0, "column-wise": blocks along m of x [*batch, m, k], equal to quantizing the transpose.
-    block: (1, 16), or (16, 16) for weights: one scale for a tile.
+    format: "nvfp4"; with E4M3 codes "mxfp8", "float8_block" (a float32 scale a block) or "float8" (one for the tensor),
+        each with E5M2 codes if "_e5m2" is added. For these the specification runs, on every platform, and of the
+        arguments below only block, batch_dims, dtype and the last four concern them.
+    block: what shares a scale: None or (1, 16), or (16, 16) for weights, a tile; 32 for mxfp8, 128 for float8_block.
     row_scaled: an amax for each stored row. hadamard (axis=0 only): transform groups of 16 rows first.
     key: a JAX key; rounds stochastically. None rounds to nearest, ties to even.
     four_over_six: a FourOverSix, each block then maps its maximum to 4 or 6. Under row_scaled the column-wise form is
@@ -63,14 +70,25 @@ def quantize(
         read, and zero. Excludes tiles.
     batch_dims: so many leading dimensions index tensors of their own. The other leading dimensions count as rows.
     dtype: round x to this type first (a float32 master weight under bfloat16 compute); default x.dtype.
+    power_of_two, eps: round float32 scales down to powers of two (None: in float8_block); the least amax.
+    scale: "float8" only: multiply by this, float32 [] or the batch shape, as delayed scaling does. amax is computed.
     implementation: None chooses when the program is lowered (the CPU handler, the reference elsewhere). A named one
         runs or raises. "reference" on a NumPy array runs the specification in NumPy.
 
-    A zero block is exactly zero; a block that holds a non-finite element decodes to NaN and leaves others alone. A
-    blocked extent that is no multiple of 16 is rounded up with zeros. Not differentiable. Raises TypeError, ValueError
+    A zero block is exactly zero; a block that holds a non-finite element decodes to NaN and leaves others alone (8-bit:
+    a NaN stays one, in mxfp8 of its block; Inf is the largest code, in mxfp8 Inf). A blocked extent that is no whole
+    number of blocks is rounded up with zeros. Not differentiable. Raises TypeError, ValueError
     or UnsupportedError for what is not described here.
     """
     op = "quantize"
+    if format in FLOAT8_FORMATS:
+        check_choice(op, "axis", axis, (-1, 0), "blocks run along the last axis, or along the rows before it")
+        flags = dict(row_scaled=row_scaled, hadamard=hadamard, key=key, four_over_six=four_over_six)
+        return _float8.quantize(
+            op, x, format, (axis,), block, only_nvfp4=flags, power_of_two=power_of_two, eps=eps, amax=amax, scale=scale,
+            group_sizes=group_sizes, batch_dims=batch_dims, dtype=dtype, implementation=implementation,
+        )[0]  # fmt: skip
+    refuse_float8(op, power_of_two=power_of_two, eps=eps or None, scale=scale)
     q = quantization(op, x, format, axis, block, row_scaled, hadamard, key, four_over_six, dtype, group_sizes)
     if hadamard and axis == -1:
         raise ValueError(
@@ -95,7 +113,7 @@ def quantize_transpose(
     x,
     format: str = "nvfp4",
     *,
-    block: tuple[int, int] = (1, 16),
+    block: tuple[int, int] | None = None,
     row_scaled: bool = False,
     hadamard: bool = False,
     key=None,
@@ -104,6 +122,9 @@ def quantize_transpose(
     group_sizes=None,
     batch_dims: int = 0,
     dtype=None,
+    power_of_two: bool | None = None,
+    eps: float = 0.0,
+    scale=None,
     implementation: Implementation = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Quantize x [..., k] along both axes in one pass: (row-wise, column-wise), as `quantize` with axis -1 and 0.
@@ -112,6 +133,14 @@ def quantize_transpose(
     row_scaled need because their two maxima differ. The rest as in `quantize`.
     """
     op = "quantize_transpose"
+    if format in FLOAT8_FORMATS:
+        flags = dict(row_scaled=row_scaled, hadamard=hadamard, key=key, four_over_six=four_over_six)
+        row, column = _float8.quantize(
+            op, x, format, (-1, 0), block, only_nvfp4=flags, power_of_two=power_of_two, eps=eps, amax=amax, scale=scale,
+            group_sizes=group_sizes, batch_dims=batch_dims, dtype=dtype, implementation=implementation,
+        )  # fmt: skip
+        return row, column
+    refuse_float8(op, power_of_two=power_of_two, eps=eps or None, scale=scale)
     q = quantization(op, x, format, -1, block, row_scaled, hadamard, key, four_over_six, dtype, group_sizes)
     tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation)
     row, column = _amax_pair(op, amax, q)
@@ -172,8 +201,10 @@ def dequantize(q: QuantizedTensor, dtype=None, *, implementation: Implementation
     Not differentiable.
     """
     op = "dequantize"
-    check_quantized(op, "q", q)
+    check_quantized(op, "q", q, (*FORMATS, *FLOAT8_FORMATS))
     dtype = q.dtype if dtype is None else float_dtype(op, "dtype", dtype, "these hold the values")
+    if q.format in FLOAT8_FORMATS:
+        return _float8.dequantize(q, dtype, implementation)
     if q.hadamard:
         raise ValueError(
             message(
@@ -222,8 +253,9 @@ def supported(op: str, platform: str) -> Support:
     """Whether `op` has a native implementation on `platform` ("cpu", "cuda", ...); False says what runs instead.
 
     The reason of a product says what multiplies. Its kernels are for Hopper (sm_90a), and all GPUs of the process must
-    be; without any, the answer is that for a program lowered here to run on one. In programs that XLA partitions its
-    dots remain. The reason says "untested" where the process has a GPU of a kind on which nothing here was run.
+    be; without any, the answer is that for a program lowered here to run on one. Where all are Blackwell's (10.x),
+    jax.nn.scaled_matmul multiplies two quantized operands. In programs that XLA partitions its dots remain. The reason
+    says "untested" where the process has a GPU of a kind on which nothing here was run: any but Hopper's.
     """
     check_choice("supported", "op", op, OPS, "these are the operations")
     if platform == "cpu":
@@ -231,7 +263,7 @@ def supported(op: str, platform: str) -> Support:
         return Support(True, f"native handlers, {_ffi.isa()}{dot}")
     if platform == "cuda" and not _ffi.cuda_missing:
         products = "" if op in NATIVE else f"; {_products_on_cuda(op.startswith('grouped'))}"
-        untested = f"; untested on {gpu}" if (gpu := _ffi.untested_gpu()) else ""
+        untested = f"; untested on {gpu}" if (gpu := _ffi.other_gpu()) else ""
         return Support(True, f"native kernels for {_ffi.cuda_archs()}{products}{untested}")
     why = _ffi.cuda_missing if platform == "cuda" else f"no kernel for {platform} in this version"
     return Support(False, f"{why}: the traceable reference runs, strict() refuses it")
@@ -272,7 +304,7 @@ def _implementation(op: str, implementation: Implementation, strict: bool, **sta
 
     match implementation:
         case "reference":
-            compiled = jax.jit(_undifferentiable(op, fallback), inline=True)
+            compiled = jax.jit(undifferentiable(op, fallback), inline=True)
             return lambda x, *rest: (fallback if isinstance(x, np.ndarray) else compiled)(x, *rest)
         case "cuda" if _ffi.cuda_missing:
             raise UnsupportedError(
@@ -292,7 +324,7 @@ def _implementation(op: str, implementation: Implementation, strict: bool, **sta
         case _:
             assert_never(implementation)
     choose = partial(jax.lax.platform_dependent, **dict.fromkeys(platforms, native), default=otherwise)
-    return jax.jit(_undifferentiable(op, choose), inline=True)
+    return jax.jit(undifferentiable(op, choose), inline=True)
 
 
 @functools.cache
@@ -313,7 +345,7 @@ def _made(op: str, strict: bool, q: Quantization, activation: _ffi.Activated):
         return native(h, weights, group_sizes, q, activation)
 
     choose = partial(jax.lax.platform_dependent, cuda=fused, default=otherwise)
-    return jax.jit(_undifferentiable(op, choose), inline=True)
+    return jax.jit(undifferentiable(op, choose), inline=True)
 
 
 # One name for an op everywhere: the handler's wrapper and the specification.
@@ -322,27 +354,6 @@ _FUNCTIONS = {
     "quantize_transpose": (_ffi.quantize_transpose, reference.quantize_transpose),
     "dequantize": (_ffi.dequantize, reference.dequantize),
 }
-
-
-def _undifferentiable(op: str, function):
-    """`function`, raising where it would be differentiated: through packed bytes every gradient is zero."""
-    guarded = jax.custom_jvp(function)
-    operand = "q (or a quantized kernel)" if op == "dequantize" else "x"
-
-    @guarded.defjvp
-    def _(*_):
-        raise UnsupportedError(
-            message(
-                op,
-                operand,
-                "differentiated",
-                "a constant",
-                "packed codes carry no gradient, and zeros would go unnoticed",
-                "jax_fp4.dense, or jax.lax.stop_gradient of it",
-            )
-        )
-
-    return guarded
 
 
 def _note(op: str, tensor: Tensor, q: Quantization, axes: tuple[int, ...], implementation: Implementation) -> None:

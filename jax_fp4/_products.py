@@ -32,8 +32,9 @@ def matmul(lhs, rhs, *, preferred_element_type=None):
     XLA's dot multiplies; on Hopper a kernel that reads rhs packed does, where both operands are quantized, rhs is one
     matrix and not transformed, nothing is empty, no jax.vmap is around it and XLA does not partition the program
     (inside shard_map it does not). On Blackwell `jax.nn.scaled_matmul` multiplies two quantized operands under the last
-    three conditions where k, rounded up to 16, is a multiple of 32 and n of 4: untested on that hardware. `supported`
-    says which is there.
+    three conditions, inside a shard_map over the whole mesh, where k, rounded up to 16, is a multiple of 32 and n of 4:
+    untested on that hardware, and jax.export wants its check of "__op$block_scaled_dot" disabled. `supported` says
+    which is there.
 
     Raises ValueError where the contracted extents differ, an operand is blocked along another axis, a format is not
     known, or one operand alone is Hadamard-transformed. Not differentiable in quantized operands.

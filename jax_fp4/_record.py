@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,7 +17,7 @@ class LayerEvent(NamedTuple):
     x_shape: tuple[int, ...]
     kernel_shape: tuple[int, ...]
     recipe: object | None
-    reason: str  # why it was not quantized; empty where it was
+    reason: str  # what chose the recipe, or why there is none
 
 
 class CallEvent(NamedTuple):
@@ -30,17 +30,31 @@ class CallEvent(NamedTuple):
     padding: int
 
 
-Event = LayerEvent | CallEvent
+class RulesEvent(NamedTuple):
+    """Rules that came into force."""
+
+    rules: Any
+
+
+Event = LayerEvent | CallEvent | RulesEvent
 
 # A fresh value in jit's cache key, which threads share, makes a recorded function trace again: its events happen.
 _recording = jax.make_user_context(default_value=0)
 _runs = itertools.count(1)
 
 
+class Layer(NamedTuple):
+    """The module whose call is traced. `rule`: (expression, recipe), if a rule gave it its recipe before the call."""
+
+    path: str
+    rule: tuple[str, object] | None = None
+    matched: bool = False  # whether rules were matched before the call, so that none is now
+
+
 class _State(threading.local):
     def __init__(self):
         self.recorders: list[list[Event]] = []
-        self.path: list[str] = []
+        self.layers: list[Layer] = []
 
 
 _state = _State()
@@ -51,19 +65,24 @@ def record(event: Event) -> None:
         events.append(event)
 
 
+def current() -> Layer | None:
+    """The innermost layer that its framework gave a path, if any."""
+    return _state.layers[-1] if _state.layers else None
+
+
 def path() -> str:
-    """The module path the current layer was given by its framework, "" outside one."""
-    return _state.path[-1] if _state.path else ""
+    """The module path of the current layer, "" outside one (and of the outermost module)."""
+    return _state.layers[-1].path if _state.layers else ""
 
 
 @contextlib.contextmanager
-def layer(name: str) -> Iterator[None]:
-    """The events inside belong to the module at this path."""
-    _state.path.append(name)
+def layer(*where: Any) -> Iterator[None]:
+    """The events inside belong to Layer(*where)."""
+    _state.layers.append(Layer(*where))
     try:
         yield
     finally:
-        _state.path.pop()
+        _state.layers.pop()
 
 
 @contextlib.contextmanager

@@ -2,16 +2,20 @@
 
 Signatures are Flax's and `recipe` at the end. Parameters, their names, initial values, metadata and the use of random
 streams are Flax's, whether quantization is on or off; without a recipe, and without autocast, a layer runs Flax's code.
+`linen.quantized` does the same for a model of Flax's own layers. Under autocast(Rules) the path of a layer is that of
+its parameters, "block3/mlp/Dense_0".
 Stochastic rounding draws from the stream "sr" (`model.apply(variables, x, rngs={"sr": key})`, and
 `split_rngs={"sr": True}` in lifted transformations). Without the stream a layer can be evaluated; differentiated, it
 says what is missing.
 """
 
+import contextlib
 import inspect
 import math
 from typing import Any, no_type_check
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 
@@ -24,7 +28,7 @@ from jax_fp4._layernorm_dense import layernorm_dense
 from jax_fp4._mlp import layernorm_mlp
 from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
 from jax_fp4._norm import has_norm_bias, norm_settings, scale_init_of
-from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, draws, resolve
+from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, Rules, autocast, check_recipe, draws, resolve
 
 # Flax's own code. Without Flax's wrapper: ours runs already, a second one would capture intermediates twice.
 _flax_dense = inspect.unwrap(nn.Dense.__call__)
@@ -51,14 +55,7 @@ class Dense(nn.Dense):
 
     @nn.compact
     def __call__(self, inputs):
-        shape = (jnp.shape(inputs)[-1], self.features)
-        with _record.layer("/".join(self.path)):
-            recipe = layer_recipe(self, jnp.shape(inputs), shape)
-            if recipe is None:
-                return _flax_dense(self, inputs)
-            kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
-            bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype) if self.use_bias else None
-            return _product(self, recipe, (inputs, kernel, bias), (-1,), ())
+        return _dense(self, inputs)
 
 
 @no_type_check
@@ -76,28 +73,7 @@ class DenseGeneral(nn.DenseGeneral):
 
     @nn.compact
     def __call__(self, inputs):
-        x_shape = jnp.shape(inputs)
-        features, axis, batch_dims = map(_tuple, (self.features, self.axis, self.batch_dims))
-        if sorted(batch_dims) != list(range(len(batch_dims))):
-            raise ValueError(
-                message(
-                    "DenseGeneral", "batch_dims", batch_dims, "0, 1, ...", "the kernel leads with them", "a transpose"
-                )
-            )
-        batch = tuple(x_shape[a] for a in increasing(batch_dims, len(x_shape)))
-        contracted = tuple(x_shape[a] for a in increasing(axis, len(x_shape)))
-        with _record.layer("/".join(self.path)):
-            recipe = layer_recipe(self, x_shape, (*batch, *contracted, *features))
-            if recipe is None:
-                return _flax_dense_general(self, inputs)
-            k, n, b = map(math.prod, (contracted, features, batch))
-            kernel = self.param(
-                "kernel", _flat(self.kernel_init, (b * k, n)), (*batch, *contracted, *features), self.param_dtype
-            )
-            bias = None
-            if self.use_bias:
-                bias = self.param("bias", _flat(self.bias_init, (b * n,)), (*batch, *features), self.param_dtype)
-            return _product(self, recipe, (inputs, kernel, bias), axis, batch_dims)
+        return _dense_general(self, inputs)
 
 
 @no_type_check
@@ -128,8 +104,8 @@ class GroupedDense(nn.Module):
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = self.param("bias", self.bias_init, shape[::2], self.param_dtype) if self.use_bias else None
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype))
-        key = _key(self, resolve("GroupedDense", self.recipe))
         with _record.layer("/".join(self.path)):
+            key = _key(self, resolve("GroupedDense", self.recipe))
             return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
 
 
@@ -169,8 +145,8 @@ class LayerNormDense(nn.Module):
         kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
         bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype) if self.use_bias else None
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, scale, norm_bias, kernel, bias, dtype=self.dtype))
-        key = _key(self, resolve("LayerNormDense", self.recipe))
         with _record.layer("/".join(self.path)):
+            key = _key(self, resolve("LayerNormDense", self.recipe))
             return layernorm_dense(
                 x, scale, norm_bias, kernel, bias, **norm_settings(self), recipe=self.recipe, key=key
             )
@@ -220,9 +196,9 @@ class LayerNormMLP(nn.Module):
         b_in = self.param("b_in", self.bias_init, (hidden,), self.param_dtype) if self.use_bias else None
         b_out = self.param("b_out", self.bias_init, (out,), self.param_dtype) if self.use_bias else None
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, scale, norm_bias, w_in, dtype=self.dtype))
-        key = _key(self, drawing_recipe("LayerNormMLP", self.recipe, self.out_recipe))
         settings = norm_settings(self) | {n: getattr(self, n) for n in ("activation", "recipe", "out_recipe")}
         with _record.layer("/".join(self.path)):
+            key = _key(self, drawing_recipe("LayerNormMLP", self.recipe, self.out_recipe))
             return layernorm_mlp(x, scale, norm_bias, w_in, w_out, b_in=b_in, b_out=b_out, **settings, key=key)
 
 
@@ -296,8 +272,8 @@ class MoE(nn.Module):
         )
         logits = router(inputs)
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, w_in, dtype=self.dtype))
-        key = _key(self, drawing_recipe("MoE", self.recipe, self.out_recipe))
         with _record.layer("/".join(self.path)):
+            key = _key(self, drawing_recipe("MoE", self.recipe, self.out_recipe))
             return layer_moe(self, x, logits, w_in, w_out, b_in, b_out, key, selection_bias)
 
 
@@ -307,7 +283,7 @@ class DotGeneral(nn.Module):
 
     Under autocast the class itself will do, `nn.Dense(64, dot_general_cls=linen.DotGeneral)`; with a recipe,
     `dot_general_cls=functools.partial(linen.DotGeneral, recipe=recipe)`. Draws from the stream "sr" where dy is rounded
-    stochastically.
+    stochastically. Rules match its own path, "Dense_0/DotGeneral_0".
     """
 
     recipe: RecipeChoice | None = None
@@ -318,18 +294,86 @@ class DotGeneral(nn.Module):
 
     @nn.compact
     def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None):
-        recipe = resolve("linen.DotGeneral", self.recipe)
-        dot_general = _dot_general.DotGeneral(self.recipe, _key(self, recipe))
         with _record.layer("/".join(self.path)):
+            recipe = resolve("linen.DotGeneral", self.recipe)
+            dot_general = _dot_general.DotGeneral(self.recipe, _key(self, recipe))
             return dot_general(
                 lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
             )
 
 
+# --- models of Flax's own layers ---
+
+# Part of jit's cache key: a function traced under autocast(rules) alone is traced again with its layers replaced.
+_replaced = jax.make_user_context(default_value=False)
+
+
+@contextlib.contextmanager
+def quantized(recipe: RecipeChoice | Rules):
+    """Context: `flax.linen.Dense` and `DenseGeneral` in any model compute as the layers of this module, as chosen by
+    autocast(recipe).
+
+        with linen.quantized(fp4.Rules([(".*/mlp/.*", recipe)])):
+            variables = model.init(rngs, x)
+            y = model.apply(variables, x, rngs={"sr": key})
+
+    Parameters, their names and initial values, and other random streams are those of the model without it; the path of
+    a layer is that of its parameters. Subclasses are included as far as they use Flax's `__call__`. Other layers
+    (Conv, Einsum, Embed) are left alone and are not in the report. Functions that were jitted by the caller are traced
+    again inside. Raises ValueError for a layer with a dot_general of its own, unless HIGH_PRECISION is chosen for it.
+    """
+    with autocast(recipe), _replaced(True), nn.intercept_methods(_replace):
+        yield
+
+
+def _replace(next_function, args, kwargs, context):
+    """What a method call of any module becomes."""
+    ours = _REPLACEMENTS.get(getattr(context.orig_method, "func", None))
+    return next_function(*args, **kwargs) if ours is None else ours(context.module, *args, **kwargs)
+
+
+def _dense(layer: Any, inputs):
+    """The call of a Dense, Flax's or ours, inside its compact method."""
+    shape = (jnp.shape(inputs)[-1], layer.features)
+    with _record.layer("/".join(layer.path)):
+        recipe = layer_recipe(layer, jnp.shape(inputs), shape)
+        if recipe is None:
+            return _flax_dense(layer, inputs)
+        kernel = layer.param("kernel", layer.kernel_init, shape, layer.param_dtype)
+        bias = layer.param("bias", layer.bias_init, shape[1:], layer.param_dtype) if layer.use_bias else None
+        return _product(layer, recipe, (inputs, kernel, bias), (-1,), ())
+
+
+def _dense_general(layer: Any, inputs):
+    """The call of a DenseGeneral, Flax's or ours, inside its compact method."""
+    x_shape = jnp.shape(inputs)
+    features, axis, batch_dims = map(_tuple, (layer.features, layer.axis, layer.batch_dims))
+    if sorted(batch_dims) != list(range(len(batch_dims))):
+        why, fix = "the kernel leads with them", "a transpose"
+        raise ValueError(message("DenseGeneral", "batch_dims", batch_dims, "0, 1, ...", why, fix))
+    batch = tuple(x_shape[a] for a in increasing(batch_dims, len(x_shape)))
+    contracted = tuple(x_shape[a] for a in increasing(axis, len(x_shape)))
+    with _record.layer("/".join(layer.path)):
+        recipe = layer_recipe(layer, x_shape, (*batch, *contracted, *features))
+        if recipe is None:
+            return _flax_dense_general(layer, inputs)
+        k, n, b = map(math.prod, (contracted, features, batch))
+        kernel = layer.param(
+            "kernel", _flat(layer.kernel_init, (b * k, n)), (*batch, *contracted, *features), layer.param_dtype
+        )
+        bias = None
+        if layer.use_bias:
+            bias = layer.param("bias", _flat(layer.bias_init, (b * n,)), (*batch, *features), layer.param_dtype)
+        return _product(layer, recipe, (inputs, kernel, bias), axis, batch_dims)
+
+
+_REPLACEMENTS = {_flax_dense: _dense, _flax_dense_general: _dense_general}
+
+
 def _product(layer: Any, recipe: Recipe, operands, axis, batch_dims):
     promoted = layer.promote_dtype(*operands, dtype=layer.dtype)
     key = _key(layer, recipe)
-    return layer_product(layer, operands, promoted, _promote_dtype, axis, batch_dims, recipe=recipe, key=key)
+    return layer_product(layer, operands, promoted, _promote_dtype, axis, batch_dims, key=key)
 
 
 def _norm_parameters(layer: Any, k: int):

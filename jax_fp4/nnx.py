@@ -1,10 +1,16 @@
 """NNX layers that take the place of Flax's: `from jax_fp4 import nnx`, then nnx.Linear for flax.nnx.Linear.
 
 Signatures are Flax's and `recipe`; calls take `key` too. Parameters and their initial values are Flax's, whether
-quantization is on or off; without a recipe, and without autocast, a layer runs Flax's code.
+quantization is on or off; without a recipe, and without autocast, a layer runs Flax's code. `nnx.quantize_model` turns
+the layers of a model of Flax's into these, with recipes chosen by path; a layer does not know its path by itself, so
+one without a recipe raises ValueError under autocast(Rules).
 """
 
+import contextlib
+import difflib
 import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, no_type_check
 
 import jax
@@ -13,16 +19,35 @@ from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
+from jax_fp4 import _record
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._dot_general import check_layer, layer_product, layer_recipe, refuse_out_sharding
+from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._grouped_dense import grouped_dense
 from jax_fp4._layernorm_dense import layernorm_dense
 from jax_fp4._mlp import layernorm_mlp
 from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
 from jax_fp4._norm import has_norm_bias, norm_settings, scale_init_of
-from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, draws, resolve
+from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, Rules, check_recipe, draws, resolve
 
 _SR = 0x7372  # "sr", folded into the key of a default stream
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where `quantize_model` found a layer, and the rule that gave it its recipe. Only the report reads it.
+
+    All places are equal: calls of one jitted function on several blocks share a trace, whatever their paths.
+    """
+
+    path: str = field(compare=False)
+    rule: tuple[str, RecipeChoice] | None = field(compare=False)
+
+
+def _placed(layer):
+    """The events inside belong to this layer."""
+    place = layer.place
+    return contextlib.nullcontext() if place is None else _record.layer(place.path, place.rule, True)
 
 
 def _signature_of(flax_class: type):
@@ -53,6 +78,8 @@ class Linear(nnx.Linear):
     is called, for a recipe that comes from autocast), and what `jax_fp4.dense` raises.
     """
 
+    place: Place | None = None
+
     @no_type_check  # a wrong recipe is for check_layer to refuse, in the tests too
     @_signature_of(nnx.Linear)
     def __init__(self, *args, rngs: nnx.Rngs, recipe: RecipeChoice | None = None, **kwargs):
@@ -62,10 +89,11 @@ class Linear(nnx.Linear):
         self.sr = _stream(rngs)
 
     def __call__(self, inputs, out_sharding=None, *, key=None):
-        recipe = layer_recipe(self, jnp.shape(inputs), self.kernel.shape)
-        if recipe is None:
-            return super().__call__(inputs, out_sharding)
-        return _product(self, recipe, inputs, (-1,), (), out_sharding, key)
+        with _placed(self):
+            recipe = layer_recipe(self, jnp.shape(inputs), self.kernel.shape)
+            if recipe is None:
+                return super().__call__(inputs, out_sharding)
+            return _product(self, recipe, inputs, (-1,), (), out_sharding, key)
 
 
 class LinearGeneral(nnx.LinearGeneral):
@@ -74,6 +102,8 @@ class LinearGeneral(nnx.LinearGeneral):
     The recipe and the key as in `Linear`; each batch entry has amaxes of its own. Contracted axes are blocked in
     increasing order.
     """
+
+    place: Place | None = None
 
     @no_type_check
     @_signature_of(nnx.LinearGeneral)
@@ -85,10 +115,11 @@ class LinearGeneral(nnx.LinearGeneral):
         self.sr = _stream(rngs)
 
     def __call__(self, inputs, out_sharding=None, *, key=None):
-        recipe = layer_recipe(self, jnp.shape(inputs), self.kernel.shape)
-        if recipe is None:
-            return super().__call__(inputs, out_sharding)
-        return _product(self, recipe, inputs, self.axis, tuple(self.batch_axis), out_sharding, key)
+        with _placed(self):
+            recipe = layer_recipe(self, jnp.shape(inputs), self.kernel.shape)
+            if recipe is None:
+                return super().__call__(inputs, out_sharding)
+            return _product(self, recipe, inputs, self.axis, tuple(self.batch_axis), out_sharding, key)
 
 
 _lecun_normal, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
@@ -102,6 +133,8 @@ class GroupedLinear(nnx.Module):
     dtype, as in nnx.Linear. The recipe and the key as in `Linear`. Raises TypeError for a wrong recipe when the layer
     is made, and what `grouped_dense` raises.
     """
+
+    place: Place | None = None
 
     def __init__(
         self,
@@ -131,10 +164,11 @@ class GroupedLinear(nnx.Module):
     def __call__(self, inputs, group_sizes, *, key=None):
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype))
-        recipe = resolve("GroupedLinear", self.recipe)
-        if key is None and recipe is not None and draws(recipe):
-            key = _draw(self.sr)
-        return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
+        with _placed(self):
+            recipe = resolve("GroupedLinear", self.recipe)
+            if key is None and recipe is not None and draws(recipe):
+                key = _draw(self.sr)
+            return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
 
 
 @no_type_check
@@ -148,6 +182,8 @@ class LayerNormLinear(nnx.Module):
     in nnx.Linear; inputs are rounded to it before the norm, whose statistics are float32. The recipe and the key as in
     `Linear`. Raises TypeError for a wrong recipe when the layer is made, and what `layernorm_dense` raises.
     """
+
+    place: Place | None = None
 
     def __init__(
         self,
@@ -184,10 +220,11 @@ class LayerNormLinear(nnx.Module):
     def __call__(self, inputs, *, key=None):
         parameters = _values(self, "scale", "norm_bias", "kernel", "bias")
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, *parameters, dtype=self.dtype))
-        recipe = resolve("LayerNormLinear", self.recipe)
-        if key is None and recipe is not None and draws(recipe):
-            key = _draw(self.sr)
-        return layernorm_dense(x, *parameters, **norm_settings(self), recipe=self.recipe, key=key)
+        with _placed(self):
+            recipe = resolve("LayerNormLinear", self.recipe)
+            if key is None and recipe is not None and draws(recipe):
+                key = _draw(self.sr)
+            return layernorm_dense(x, *parameters, **norm_settings(self), recipe=self.recipe, key=key)
 
 
 @no_type_check
@@ -199,6 +236,8 @@ class LayerNormMLP(nnx.Module):
     out_features: None is in_features. recipe: of both products, unless out_recipe is given for the second. The rest as
     in `LayerNormLinear`. Raises TypeError for a wrong recipe when the layer is made, and what `layernorm_mlp` raises.
     """
+
+    place: Place | None = None
 
     def __init__(
         self,
@@ -246,10 +285,11 @@ class LayerNormMLP(nnx.Module):
             self, "scale", "norm_bias", "w_in", "w_out", "b_in", "b_out"
         )
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, scale, norm_bias, w_in, dtype=self.dtype))
-        if key is None and drawing_recipe("LayerNormMLP", self.recipe, self.out_recipe) is not None:
-            key = _draw(self.sr)
         settings = norm_settings(self) | {n: getattr(self, n) for n in ("activation", "recipe", "out_recipe")}
-        return layernorm_mlp(x, scale, norm_bias, w_in, w_out, b_in=b_in, b_out=b_out, **settings, key=key)
+        with _placed(self):
+            if key is None and drawing_recipe("LayerNormMLP", self.recipe, self.out_recipe) is not None:
+                key = _draw(self.sr)
+            return layernorm_mlp(x, scale, norm_bias, w_in, w_out, b_in=b_in, b_out=b_out, **settings, key=key)
 
 
 def _widened_kernel(operands, *, dtype=None):
@@ -273,6 +313,8 @@ class MoE(nnx.Module):
     Add the aux_loss of the returned Routing, times a small factor, to the loss. Raises TypeError for a wrong recipe
     when the layer is made, and what `jax_fp4.moe` raises.
     """
+
+    place: Place | None = None
 
     def __init__(
         self,
@@ -342,9 +384,10 @@ class MoE(nnx.Module):
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, w_in, dtype=self.dtype))
         # `moe` folds in 0 and 1
         logits = self.router(inputs, key=None if key is None else jax.random.fold_in(key, 2))
-        if key is None and drawing_recipe("MoE", self.recipe, self.out_recipe) is not None:
-            key = _draw(self.sr)
-        return layer_moe(self, x, logits, w_in, w_out, b_in, b_out, key, selection_bias)
+        with _placed(self):
+            if key is None and drawing_recipe("MoE", self.recipe, self.out_recipe) is not None:
+                key = _draw(self.sr)
+            return layer_moe(self, x, logits, w_in, w_out, b_in, b_out, key, selection_bias)
 
 
 def _product(layer: Any, recipe: Recipe, inputs, axis, batch_axis, out_sharding, key):
@@ -353,7 +396,111 @@ def _product(layer: Any, recipe: Recipe, inputs, axis, batch_axis, out_sharding,
     promoted = layer.promote_dtype(operands, dtype=layer.dtype)
     if key is None and draws(recipe):
         key = _draw(layer.sr)
-    return layer_product(layer, operands, promoted, promote_dtype, axis, batch_axis, recipe=recipe, key=key)
+    return layer_product(layer, operands, promoted, promote_dtype, axis, batch_axis, key=key)
+
+
+# --- models of Flax's own layers ---
+
+
+def quantize_model(model: nnx.Module, rules: Rules, *, rngs: nnx.Rngs | None = None) -> None:
+    """Choose the recipes of a model's layers by path, in place: "blocks/3/mlp/up" is model.blocks[3].mlp.up.
+
+    Every `flax.nnx.Linear` and `LinearGeneral` becomes a layer of this module, the same object with the same
+    parameters, so what is shared stays shared; layers of this module get a recipe if they were given none. A layer that
+    no rule matches takes autocast's recipe when it is called. Called again, with other rules, it chooses again.
+
+    rngs: what the stochastic rounding of the layers that it changes draws from, its stream `sr` or else its default
+        one. Without it their calls need `key` where dy is rounded stochastically.
+
+    Raises, before anything is changed, TypeError for rules that are none, and ValueError for a rule that matches no
+    layer, rules that disagree over a layer with several paths, a recipe for a layer with a dot_general of its own, and
+    rngs without a stream to draw from; UnsupportedError for a recipe for another subclass of Flax's layers.
+    """
+    op = "quantize_model"
+    if not isinstance(rules, Rules):
+        why, fix = "recipes are chosen by path", 'jax_fp4.Rules([(".*", recipe)])'
+        raise TypeError(message(op, "rules", repr(rules), "jax_fp4.Rules", why, fix))
+    if rngs is not None and not {"sr", "default"} & set(rngs):
+        why, fix = "stochastic rounding draws from it", "nnx.Rngs(sr=0)"
+        raise ValueError(message(op, "rngs", f"with the streams {(*rngs,)}", "sr or a default stream", why, fix))
+    layers = _layers(model)
+    _refuse_unmatched(op, rules, [path for _, paths in layers for path in paths])
+    places = [_place(op, layer, paths, rules) for layer, paths in layers]
+    for (layer, _), place in zip(layers, places, strict=True):
+        _install(layer, place, rngs)
+
+
+_REPLACEMENTS = {nnx.Linear: Linear, nnx.LinearGeneral: LinearGeneral}
+_OWN = (Linear, LinearGeneral, GroupedLinear, LayerNormLinear, LayerNormMLP, MoE)
+
+
+def _layers(model: nnx.Module) -> list[tuple[Any, list[str]]]:
+    """Every layer that can have a recipe, once, and all its paths."""
+    found: dict[int, tuple[Any, list[str]]] = {}
+    for path, node in _nodes(model, (), ()):
+        if isinstance(node, (*_REPLACEMENTS, *_OWN)):
+            found.setdefault(id(node), (node, []))[1].append("/".join(map(str, path)))
+    return list(found.values())
+
+
+def _nodes(node: Any, path: tuple, above: tuple) -> Iterator[tuple[tuple, Any]]:
+    """(path, node) of all modules and plain containers, once for each path. A cycle is not followed."""
+    if any(node is other for other in above):
+        return
+    yield path, node
+    if isinstance(node, nnx.Module):
+        plain = ((name, value) for name, value in vars(node).items() if isinstance(value, dict | list | tuple))
+        children = [*nnx.iter_children(node), *plain]
+    elif isinstance(node, dict | list | tuple):
+        children = list(node.items() if isinstance(node, dict) else enumerate(node))
+    else:
+        return
+    for name, child in children:
+        yield from _nodes(child, (*path, name), (*above, node))
+
+
+def _refuse_unmatched(op: str, rules: Rules, paths: list[str]) -> None:
+    if unmatched := rules.unmatched(paths):
+        near = difflib.get_close_matches(unmatched[0], paths, 3, 0.0)
+        kinds = ", ".join(each.__name__ for each in _OWN)
+        why = f"the nearest paths are {near}" if near else f"the model has no {kinds}"
+        needs, fix = "the whole path of a layer", "one of them, or the rules without it"
+        raise ValueError(message(op, "rules", f"with {unmatched[0]!r}, which matches nothing", needs, why, fix))
+
+
+def _place(op: str, layer: Any, paths: list[str], rules: Rules) -> Place:
+    """What the rules say of a layer, and that it can be done."""
+    matches = [(path, rule) for path in paths if (rule := rules.match(path))]
+    if not matches:
+        return Place(paths[0], None)
+    path, rule = matches[0]
+    for other, contrary in matches:
+        if contrary[1] != rule[1]:
+            why, fix = f"{contrary[0]!r} gives it another at {other!r}", "rules that agree on all its paths"
+            raise ValueError(message(op, f"{path!r}, a shared layer,", f"given {rule}", "one recipe", why, fix))
+    own = {name: getattr(layer, name, None) for name in ("dot_general", "dot_general_cls")}
+    check_layer(layer, rule[1], **own)
+    if not isinstance(layer, _OWN) and type(layer) not in _REPLACEMENTS and rule[1] is not HIGH_PRECISION:
+        shown, needs = f"a {type(layer).__name__}, a subclass", "flax.nnx.Linear or LinearGeneral itself"
+        fix = "a rule with HIGH_PRECISION before the others, or a subclass of jax_fp4.nnx's layer"
+        raise UnsupportedError(message(op, f"the layer at {path!r}", shown, needs, "its own code would be lost", fix))
+    return Place(path, rule)
+
+
+def _install(layer: Any, place: Place, rngs: nnx.Rngs | None) -> None:
+    if type(layer) in _REPLACEMENTS:
+        # The object stays: whoever refers to it, a second path or an attribute that is no module, sees the new layer.
+        layer.__class__ = _REPLACEMENTS[type(layer)]
+        layer.recipe, layer.sr = None, nnx.data(None)
+        if rngs is not None:
+            layer.sr = nnx.RngStream(rngs.sr(), tag="sr")
+    if not isinstance(layer, _OWN):
+        return
+    earlier = layer.place.rule if layer.place is not None else None
+    own = layer.recipe is not None and (earlier is None or layer.recipe != earlier[1])
+    if not own:
+        layer.recipe = None if place.rule is None else place.rule[1]
+    layer.place = place
 
 
 def _param(layer: Any, init, shape: tuple[int, ...], rngs: nnx.Rngs, metadata) -> nnx.Param:

@@ -5,21 +5,14 @@ what every kernel must equal, bit for bit. Given jax arrays or tracers it runs o
 fallback where there is no kernel: the same bits on CPU, under jit and eager, while no value or scale is denormal
 (XLA:CPU flushes those; all stay normal for an amax above 2e-32, or 1e-16 where four-over-six squares its errors).
 
-Every float operation below is one float32 rounding, in the order written. NumPy executes it so. XLA does not:
-  * it contracts a*b + c to an fma where both land in one fusion. `lax.optimization_barrier` does not stop it (on
-    jax 0.10 the barrier is gone before fusion); a select between product and sum does: `pinned`;
-  * it rewrites a / constant to a * (1 / constant), also eagerly and also where a barrier hides the constant: `_divided`
-    divides by a selected value;
-  * it reassociates (a * c1) * c2 for constants, and an amax closed over under jit is one: `pinned` again;
-  * it may drop the pair of a conversion to a narrower float and back: `_rounded`.
-Roundings to E2M1 and E4M3 are integer arithmetic on the float32 bits, so no compiler has a say in them.
-
 Shapes: x is [*B, m, k]. The stored form has its blocks last: rows r and blocked extent b are (m, k) for axis=-1 and
 (k, m) for axis=0. Codes are uint8 [*B, r, pad16(b)/2], block scales e4m3 [*B, r, pad16(b)/16], amaxes float32 [*B],
 or [*B, r] under row scaling. A seed is uint32 [*B, 4]: the two key words, then the m and k at which x starts in the
 global tensor. With group_sizes int32 [*B, g] (x is a stack of groups of rows), rows r of the column-wise form hold
 `grouped_extent(m, g)` columns, amaxes are [*B, g] ([*B, r], column-wise [*B, g, r], under row scaling), and the third
 word of the seed is the number of the first group.
+
+Every float operation below is one float32 rounding, in the order written; `_minifloat` says what keeps XLA to it.
 
 Longer than our files are, because it is one page: numerics.md sections 1 and 2, paragraph after paragraph.
 """
@@ -30,7 +23,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float8e4m3fn, UInt8, UInt32
+from jaxtyping import Float, Float8e4m3fn, UInt8, UInt32
 
 from jax_fp4 import _groups
 from jax_fp4._errors import message
@@ -39,7 +32,6 @@ from jax_fp4._formats import (
     E2M1_MAX,
     HADAMARD_SIGNS,
     INF_BITS,
-    NAN_AMAX_BITS,
     NAN_SCALE,
     PACK,
     SWIZZLE_COLUMNS,
@@ -50,164 +42,43 @@ from jax_fp4._formats import (
     padded,
     stored,
 )
+from jax_fp4._minifloat import (
+    E4M3,
+    FMAX,
+    AnyArray,
+    canonical_amax,
+    cast_e2m1,
+    cast_e2m1_stochastic,
+    cast_e4m3,
+    decode_e2m1,
+    decode_e4m3,
+    divided,
+    exact,
+    magnitude_bits,
+    namespace,
+    pack,
+    pad_last,
+    pinned,
+    rounded,
+    unpack,
+)
 
-AnyArray = Array | np.ndarray
-E4M3 = jnp.float8_e4m3fn
-FMAX = np.finfo(np.float32).max
-NAN = np.float32(np.nan)  # not jnp's, which jax_debug_nans would report when it is made
 SIXTH = np.float32(1) / np.float32(6)
-ABS_BITS = 0x7FFFFFFF
-# Mantissa bits, the float32 exponent field of the smallest normal, and the float32 bits of the largest value.
-E2M1_SHAPE = (1, 127, 0x40C00000)
-E4M3_SHAPE = (3, 121, 0x43E00000)
-
-exact = np.errstate(all="ignore")  # overflow, 0/0 and NaN are part of the contract, so NumPy need not warn
-
-
-# ---- the array namespace, and what keeps XLA from changing bits ----
-
-
-def _namespace(*arrays: Any) -> Any:
-    """numpy if every array given is NumPy's, else jax.numpy."""
-    return np if all(a is None or isinstance(a, (np.ndarray, np.generic)) for a in arrays) else jnp
-
-
-def pinned(x):
-    """x, and on jnp a value that neither XLA nor LLVM fuses with what follows: a select is in between."""
-    return x if _namespace(x) is np else jnp.where(x == x, x, NAN)
-
-
-def _divided(x, constant: int):
-    """fl(x / constant). On jnp the divisor is selected by x, so it is no constant to anybody who compiles."""
-    divisor = np.float32(constant)
-    return x / divisor if _namespace(x) is np else x / jnp.where(x == x, divisor, NAN)
-
-
-def _rounded(x, dtype: str):
-    """x rounded to `dtype` (nearest-even, denormals kept), as float32."""
-    x = x.astype(np.float32)
-    if dtype == "float32":
-        return x
-    if _namespace(x) is np:
-        return x.astype(jnp.dtype(dtype)).astype(np.float32)
-    if dtype == "bfloat16":
-        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    # reduce_precision would flush float16 denormals, which are ordinary values (below 6e-5).
-    return lax.optimization_barrier(x.astype(dtype)).astype(np.float32)
-
-
-def _pad_last(xp, x, rows: int, columns: int):
-    """Zeros appended to the last two dimensions."""
-    return xp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows), (0, columns)]) if rows or columns else x
-
-
-# ---- minifloats: 1.1 and the E4M3 scale ----
-
-
-def _narrowed(xp, bits, shape: tuple[int, int, int]):
-    """Magnitude code of the float32 whose bits (sign cleared) are given: nearest, ties to even, saturating.
-
-    A binade's significand is shifted right by what the format lacks, and by one more for each binade below its
-    smallest normal. From 25 places on everything is below half a code, float32 denormals included.
-    """
-    mantissa, smallest, largest = shape
-    bits = xp.minimum(bits, np.uint32(largest))
-    exponent = bits >> 23
-    binade = xp.maximum(exponent, np.uint32(smallest))
-    shift = xp.minimum(binade - exponent + (23 - mantissa), np.uint32(25))
-    significand = (bits & 0x7FFFFF) | 0x800000
-    below_half = (np.uint32(1) << (shift - 1)) - 1  # and one more if the code below is odd, for a tie
-    return ((binade - smallest) << mantissa) + ((significand + below_half + ((significand >> shift) & 1)) >> shift)
-
-
-def _widened(xp, code, shape: tuple[int, int, int]):
-    """The float32 that a magnitude code stands for, exactly."""
-    mantissa, smallest, _ = shape
-    normal = ((code + ((smallest - 1) << mantissa)) << (23 - mantissa)).view(np.float32)
-    subnormal = code.astype(np.float32) * np.float32(2.0 ** (smallest - 127 - mantissa))
-    return xp.where(code < (1 << mantissa), subnormal, normal)
-
-
-def cast_e2m1(v: Float[AnyArray, "*s"]) -> UInt8[AnyArray, "*s"]:
-    """E2M1 codes: nearest, ties to the even code, saturating at 6, sign copied from the sign bit.
-
-    So -0.0 and tiny negatives give 8. NaN saturates (no NaN reaches this from `quantize`).
-    """
-    xp, bits = _namespace(v), v.view(np.uint32)
-    return (_narrowed(xp, bits & ABS_BITS, E2M1_SHAPE) | ((bits >> 28) & 8)).astype(np.uint8)
-
-
-@exact
-def cast_e2m1_stochastic(v: Float[AnyArray, "*s"], byte: UInt8[AnyArray, "*s"]) -> UInt8[AnyArray, "*s"]:
-    """E2M1 codes rounded up with probability proportional to the distance, by one random byte each (1.7).
-
-    The fma of the specification is written as a product and a sum: byte has 8 significant bits and the other factors
-    are powers of two, so the product is exact and a contraction by the compiler would change nothing either.
-    """
-    xp, f32 = _namespace(v, byte), np.float32
-    a = xp.minimum(xp.abs(v), f32(E2M1_MAX))
-    step = xp.where(a < 2, f32(0.5), xp.where(a < 4, f32(1), f32(2)))
-    t = byte.astype(f32) * f32(1 / 256) * step + a
-    value = xp.minimum(xp.floor(t / step) * step, f32(E2M1_MAX))
-    return cast_e2m1(xp.copysign(value, v))
-
-
-def decode_e2m1(codes: UInt8[AnyArray, "*s"]) -> Float[AnyArray, "*s"]:
-    """The values of unpacked codes 0..15; 8 is -0.0."""
-    xp, codes = _namespace(codes), codes.astype(np.uint32)
-    magnitude = _widened(xp, codes & 7, E2M1_SHAPE)
-    return (magnitude.view(np.uint32) | (codes & 8) << 28).view(np.float32)
-
-
-def cast_e4m3(v: Float[AnyArray, "*s"]) -> UInt8[AnyArray, "*s"]:
-    """E4M3 bytes: clamped to +-448, then nearest-even, subnormals kept, sign copied, NaN to 0x7F."""
-    xp, bits = _namespace(v), v.view(np.uint32)
-    magnitude = _narrowed(xp, bits & ABS_BITS, E4M3_SHAPE) | ((bits >> 24) & 0x80)
-    return xp.where((bits & ABS_BITS) > INF_BITS, np.uint32(NAN_SCALE), magnitude).astype(np.uint8)
-
-
-def decode_e4m3(scale: UInt8[AnyArray, "*s"] | Float8e4m3fn[AnyArray, "*s"]) -> Float[AnyArray, "*s"]:
-    """The values of E4M3 bytes, of which 0x7F and 0xFF are NaN."""
-    xp, byte = _namespace(scale), scale.view(np.uint8).astype(np.uint32)
-    magnitude = _widened(xp, byte & 0x7F, E4M3_SHAPE)
-    signed = (magnitude.view(np.uint32) | (byte & 0x80) << 24).view(np.float32)
-    return xp.where((byte & 0x7F) == NAN_SCALE, np.float32(np.nan), signed)
-
-
-def pack(codes: UInt8[AnyArray, "*s b"]) -> UInt8[AnyArray, "*s bytes"]:
-    """Two codes a byte, even index in the low nibble."""
-    return codes[..., 0::PACK] | (codes[..., 1::PACK] << 4)
-
-
-def unpack(packed: UInt8[AnyArray, "*s bytes"]) -> UInt8[AnyArray, "*s b"]:
-    """Inverse of `pack`."""
-    xp = _namespace(packed)
-    return xp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], packed.shape[-1] * PACK)
 
 
 # ---- amax and the tensor scales: 1.2 ----
 
 
-def _magnitude_bits(x):
-    return x.view(np.uint32) & ABS_BITS
-
-
-def _canonical_amax(xp, amax):
-    """The amax with every NaN as 0x7FC00000 and every other bit as it is."""
-    bits = amax.view(np.uint32)
-    return xp.where((bits & ABS_BITS) > INF_BITS, np.uint32(NAN_AMAX_BITS), bits).view(np.float32)
-
-
 def counted_amax(amax: Float[AnyArray, "*s"], bound: int) -> Float[AnyArray, "*s"]:
     """The amax as every formula reads it: a non-finite one counts as 6B, for which the tensor scale is 1."""
-    xp = _namespace(amax)
-    return xp.where(_magnitude_bits(amax) >= INF_BITS, np.float32(E2M1_MAX * bound), amax)
+    xp = namespace(amax)
+    return xp.where(magnitude_bits(amax) >= INF_BITS, np.float32(E2M1_MAX * bound), amax)
 
 
 @exact
 def tensor_scales(amax: Float[AnyArray, "*s"], bound: int) -> tuple[Float[AnyArray, "*s"], Float[AnyArray, "*s"]]:
     """(S_enc, S_dec) = (min(fl(6B / amax), FMAX), fl(1 / S_enc)); 1 for amax 0."""
-    xp, amax = _namespace(amax), counted_amax(amax, bound)
+    xp, amax = namespace(amax), counted_amax(amax, bound)
     encode = xp.minimum(np.float32(E2M1_MAX * bound) / amax, FMAX)
     encode = xp.where(amax == 0, np.float32(1), encode)
     return encode, np.float32(1) / encode
@@ -237,7 +108,7 @@ def _product64(a, b):
 @exact
 def philox4x32(key: UInt32[AnyArray, "*key 2"], counter: UInt32[AnyArray, "*s 4"]) -> UInt32[AnyArray, "*s 4"]:
     """Philox4x32 with ten rounds (Salmon et al., 2011). The leading dimensions of the key broadcast."""
-    xp = _namespace(key, counter)
+    xp = namespace(key, counter)
 
     def one_round(_, state):
         c0, c1, c2, c3, k0, k1 = state
@@ -265,7 +136,7 @@ def random_bytes(
     `total` is the blocked extent of that tensor; `expert` an int or uint32 [*B]. Counter: (index low, index high,
     direction, expert), index = row * ceil(total / 16) + block.
     """
-    xp = _namespace(seed, None if isinstance(expert, int) else expert)
+    xp = namespace(seed, None if isinstance(expert, int) else expert)
     row, column = (seed[..., 2], seed[..., 3]) if axis == -1 else (seed[..., 3], seed[..., 2])
     row = row[..., None, None] + xp.arange(rows, dtype=np.uint32)[:, None]
     block = (column >> 4)[..., None, None] + xp.arange(blocks, dtype=np.uint32)
@@ -294,14 +165,14 @@ def hadamard_transform(x_t: Float[AnyArray, "*B r b"]) -> Float[AnyArray, "*B r 
 
     Rounded to bfloat16; zero-padded to 16; signs; butterflies of strides 1, 2, 4, 8 in float32; times 0.25; bfloat16.
     """
-    xp, b = _namespace(x_t), x_t.shape[-1]
-    v = _pad_last(xp, _rounded(x_t, "bfloat16"), 0, padded(b) - b)
+    xp, b = namespace(x_t), x_t.shape[-1]
+    v = pad_last(xp, rounded(x_t, "bfloat16"), 0, padded(b) - b)
     shape, groups = v.shape, (*v.shape[:-1], padded(b) // BLOCK)
     v = v.reshape(*groups, BLOCK) * np.asarray(HADAMARD_SIGNS, np.float32)
     for stride in (1, 2, 4, 8):
         v = v.reshape(*groups, BLOCK // (2 * stride), 2, stride)
         v = xp.stack([v[..., 0, :] + v[..., 1, :], v[..., 0, :] - v[..., 1, :]], axis=-2)
-    return _rounded(v.reshape(shape) * np.float32(0.25), "bfloat16")
+    return rounded(v.reshape(shape) * np.float32(0.25), "bfloat16")
 
 
 # ---- quantize: 1.2 to 1.8 ----
@@ -313,23 +184,23 @@ def _check(amax, seed, group_sizes, q: Quantization) -> None:
     if pair := exclusion(q, stochastic=seed is not None, grouped=group_sizes is not None):
         first, second, why = pair
         raise ValueError(message("quantize", first, f"together with {second}", "one of the two", why, f"no {second}"))
-    if amax is not None and _namespace(amax) is np and (amax < 0).any():
+    if amax is not None and namespace(amax) is np and (amax < 0).any():
         raise ValueError(message("quantize", "amax", amax.min(), "values >= 0", "it is the largest |x|", "amax=None"))
 
 
 def _as_blocks(xp, x, q: Quantization):
     """The values that get quantized, oriented, transformed and zero-padded to whole blocks and tiles."""
-    v = _rounded(x, q.compute_dtype)
+    v = rounded(x, q.compute_dtype)
     v = v.swapaxes(-1, -2) if q.axis == 0 else v
     v = hadamard_transform(v) if q.hadamard else v
     *batch, r, b = v.shape
-    v = _pad_last(xp, v, padded(r, q.tile) - r, padded(b) - b)
+    v = pad_last(xp, v, padded(r, q.tile) - r, padded(b) - b)
     return v.reshape(*batch, padded(r, q.tile) // q.tile, q.tile, padded(b) // BLOCK, BLOCK)
 
 
 def _peaks(xp, v):
     """Bits of the largest |v| of each block."""
-    return xp.max(_magnitude_bits(v), axis=(-3, -1), keepdims=True)
+    return xp.max(magnitude_bits(v), axis=(-3, -1), keepdims=True)
 
 
 def _amax_of_peaks(xp, peak, q: Quantization, layout: "_Layout | None" = None):
@@ -339,12 +210,12 @@ def _amax_of_peaks(xp, peak, q: Quantization, layout: "_Layout | None" = None):
         bits = xp.max(peak, axis=(-3, -2, -1) if q.row_scaled else (-4, -3, -2, -1), initial=np.uint32(0))
     else:
         bits = layout.largest(xp, xp.max(peak, axis=(-3, -1), initial=np.uint32(0)), q)
-    return _canonical_amax(xp, xp.asarray(bits).view(np.float32))
+    return canonical_amax(xp, xp.asarray(bits).view(np.float32))
 
 
 def amax(x: Float[AnyArray, "*B m k"], q: Quantization) -> Float[AnyArray, "*B"] | Float[AnyArray, "*B r"]:
     """The amax that `quantize` computes; shards of one tensor take the integer maximum of its bits."""
-    xp = _namespace(x)
+    xp = namespace(x)
     return _amax_of_peaks(xp, _peaks(xp, _as_blocks(xp, xp.asarray(x), q)), q)
 
 
@@ -355,13 +226,13 @@ def _four_over_six(xp, v, a, tensor_amax, q: Quantization):
     column-wise form of a tile adds them in the same order, so it makes the same choice.
     """
     encode, decode = tensor_scales(tensor_amax, q.bound)
-    base = pinned(_divided(a, 6) * encode)
+    base = pinned(divided(a, 6) * encode)
     scales, errors = [], []
     for candidate in (base, base * np.float32(1.5)):
         scale = cast_e4m3(candidate)
         codes = cast_e2m1(v * _block_encode(xp, scale, decode))
         scaled = pinned(decode_e2m1(codes) * decode_e4m3(scale)) * counted_amax(tensor_amax, q.bound)
-        d = _divided(scaled, E2M1_MAX * q.bound) - v
+        d = divided(scaled, E2M1_MAX * q.bound) - v
         d = xp.abs(d) if q.four_over_six == "MAE" else pinned(d * d)
         d = d.swapaxes(-3, -1) if q.axis == 0 and q.tile > 1 else d
         error = d[..., 0]
@@ -390,7 +261,7 @@ def quantize(
     exclude each other and for an amax that is negative or has a wrong shape.
     """
     _check(amax, seed, group_sizes, q)
-    xp = _namespace(x, amax, seed, group_sizes)
+    xp = namespace(x, amax, seed, group_sizes)
     if q.axis == 0:
         q = replace(q, four_over_six=q.column_four_over_six, bound=q.column_bound)
     x, layout = xp.asarray(x), None
@@ -404,7 +275,7 @@ def quantize(
     if amax is None:
         amax = _amax_of_peaks(xp, peak, q, layout)
     else:
-        amax = _canonical_amax(xp, xp.asarray(amax, dtype=np.float32))
+        amax = canonical_amax(xp, xp.asarray(amax, dtype=np.float32))
         if amax.shape != (expected := amax_shape(tuple(batch), rows, q, layout and layout.groups)):
             why = "there is one for the tensor, for each group, or for each row"
             raise ValueError(message("quantize", "amax", f"of shape {amax.shape}", str(expected), why, "amax=None"))
@@ -468,7 +339,7 @@ class _Layout(NamedTuple):
         """x with zeros in the tail; column-wise each group at a block of its own, with zeros up to the next."""
         if self.columns is None:
             return xp.where((self.group < self.groups)[..., None], x, xp.zeros((), x.dtype))
-        return xp.take_along_axis(_pad_last(xp, x, 1, 0), self.columns.row[..., None], axis=-2)
+        return xp.take_along_axis(pad_last(xp, x, 1, 0), self.columns.row[..., None], axis=-2)
 
     def largest(self, xp, peak, q: Quantization):
         """The amax bits of the groups, or of rows of them, from those of blocks [*B, r, b]."""
@@ -538,7 +409,7 @@ def dequantize(
 
     amax None: the product form, code times block scale, at most 6 significant bits below 4096: exact in every dtype.
     """
-    xp = _namespace(codes, block_scale, amax)
+    xp = namespace(codes, block_scale, amax)
     value, factor = decode_e2m1(unpack(xp.asarray(codes))), decode_e4m3(xp.asarray(block_scale))
     if amax is not None:
         factor = pinned(factor * counted_amax(_per_row(xp.asarray(amax), codes.ndim), bound)) * _reciprocal(bound)
@@ -554,7 +425,7 @@ def matmul(lhs: tuple, rhs: tuple, bounds: tuple[int, int], dtype: Any, bias: An
     float64, then once to float32, on NumPy (the oracle); in float32, in the order of XLA's dot, on jnp. The rest is
     `epilogue`.
     """
-    xp = _namespace(*lhs, *rhs, bias)
+    xp = namespace(*lhs, *rhs, bias)
     form, sums = (np.float64, {}) if xp is np else (jnp.bfloat16, {"preferred_element_type": np.float32})
     a, b = (dequantize(q[0], q[1], None, 0, q[0].shape[-1] * PACK, np.float32).astype(form) for q in (lhs, rhs))
     acc = xp.matmul(a, b.swapaxes(-1, -2), **sums).astype(np.float32)
@@ -567,17 +438,17 @@ def matmul(lhs: tuple, rhs: tuple, bounds: tuple[int, int], dtype: Any, bias: An
 def swizzle(compact: UInt8[AnyArray, "*B r c"]) -> UInt8[AnyArray, "*B size"]:
     """Scales in the order Blackwell's tensor cores read: tiles of 128 x 4, in each the byte of (row, column) at
     (row % 32) * 16 + (row / 32) * 4 + column. Padding is zero. Any type of one byte an element."""
-    xp, dtype, bytes_ = _namespace(compact), compact.dtype, compact.view(np.uint8)
+    xp, dtype, bytes_ = namespace(compact), compact.dtype, compact.view(np.uint8)
     *batch, r, c = compact.shape
     height, width = padded(r, SWIZZLE_ROWS), padded(c, SWIZZLE_COLUMNS)
-    tiles = _pad_last(xp, bytes_, height - r, width - c).reshape(*batch, height // 128, 4, 32, width // 4, 4)
+    tiles = pad_last(xp, bytes_, height - r, width - c).reshape(*batch, height // 128, 4, 32, width // 4, 4)
     tiles = xp.moveaxis(tiles, (-5, -4, -3, -2, -1), (-5, -2, -3, -4, -1))
     return tiles.reshape(*batch, height * width).view(dtype)
 
 
 def unswizzle(swizzled: UInt8[AnyArray, "*B size"], rows: int, columns: int) -> UInt8[AnyArray, "*B {rows} {columns}"]:
     """Inverse of `swizzle`, for the compact shape [rows, columns]."""
-    xp, batch = _namespace(swizzled), swizzled.shape[:-1]
+    xp, batch = namespace(swizzled), swizzled.shape[:-1]
     height, width = padded(rows, SWIZZLE_ROWS), padded(columns, SWIZZLE_COLUMNS)
     tiles = swizzled.view(np.uint8).reshape(*batch, height // 128, width // 4, 32, 4, 4)
     tiles = xp.moveaxis(tiles, (-5, -2, -3, -4, -1), (-5, -4, -3, -2, -1))

@@ -1,13 +1,14 @@
 """report: what is quantized in a function, and why the rest is not."""
 
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import assert_never
 
 import jax
 
-from jax_fp4._recipe import BackwardMode, Recipe
-from jax_fp4._record import CallEvent, LayerEvent, recording
+from jax_fp4._recipe import BackwardMode, Recipe, Rules, rules_in_force
+from jax_fp4._record import CallEvent, Event, LayerEvent, RulesEvent, recording
 
 _HEADER = ("layer", "op", "x", "kernel", "forward", "dx", "dw", "note")
 
@@ -25,6 +26,7 @@ class Row:
     dx: str
     dw: str
     note: str
+    chosen_by: str  # the recipe of the layer, the rule or the autocast context that decided; or why there is none
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Report:
 
     rows: tuple[Row, ...]
     calls: tuple[CallEvent, ...]
+    unmatched: tuple[str, ...]  # the rules in force that matched no layer
 
     def __str__(self) -> str:
         shape = "x".join
@@ -49,6 +52,7 @@ class Report:
         by = Counter(call.implementation for call in self.calls)
         how = f" ({', '.join(f'{count} {name}' for name, count in by.items())})" if by else ""
         calls = f"{len(self.calls)} quantize calls{how}, {padding} padded elements"
+        lines += [_unmatched(rule) for rule in self.unmatched]
         return "\n".join([*lines, f"{quantized} of {len(self.rows)} layer calls quantized, {calls}"])
 
 
@@ -56,12 +60,28 @@ def report(fn, *args, **kwargs) -> Report:
     """Trace fn(*args, **kwargs), without running it, and tell what each layer call in it does.
 
     Give the gradient of a loss, to see the quantize calls of the backward too. Layers that were traced once and run
-    many times (under scan) have one row.
+    many times (under scan) have one row. Warns (UserWarning) of each rule of the autocast contexts around and inside fn
+    whose expression matches none of the layers.
     """
+    around = rules_in_force()
     with recording() as events:
         jax.eval_shape(fn, *args, **kwargs)
+    unmatched = _unmatched_rules(around, events)
+    for rule in unmatched:
+        warnings.warn(_unmatched(rule), stacklevel=2)
     rows = tuple(_row(event) for event in events if isinstance(event, LayerEvent))
-    return Report(rows, tuple(event for event in events if isinstance(event, CallEvent)))
+    return Report(rows, tuple(event for event in events if isinstance(event, CallEvent)), unmatched)
+
+
+def _unmatched_rules(around: list[Rules], events: list[Event]) -> tuple[str, ...]:
+    inside = [event.rules for event in events if isinstance(event, RulesEvent)]
+    paths = [event.path for event in events if isinstance(event, LayerEvent)]
+    rules = dict.fromkeys([*around, *inside])  # each once: entered at every trace of a function
+    return tuple(dict.fromkeys(pattern for each in rules for pattern in each.unmatched(paths)))
+
+
+def _unmatched(rule: str) -> str:
+    return f"the rule {rule!r} matched no layer; it needs to match a whole path of the first column"
 
 
 def _row(event: LayerEvent) -> Row:
@@ -73,7 +93,10 @@ def _row(event: LayerEvent) -> Row:
         assert isinstance(event.recipe, Recipe)
         forward, dx, dw = _formats(event.recipe)
         note = _note(event.recipe)
-    return Row(name, event.op, event.x_shape, event.kernel_shape, event.recipe is not None, forward, dx, dw, note)
+        if event.reason.startswith("rule "):
+            note += f"; {event.reason}"
+    shapes, quantized = (event.x_shape, event.kernel_shape), event.recipe is not None
+    return Row(name, event.op, *shapes, quantized, forward, dx, dw, note, event.reason)
 
 
 def _formats(recipe: Recipe) -> tuple[str, str, str]:

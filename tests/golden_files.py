@@ -1,4 +1,4 @@
-"""The golden files: what TransformerEngine's public NVFP4 reference computed, and a few laws by themselves.
+"""The golden files: what TransformerEngine's public references computed, and a few laws by themselves.
 
 Files of the same families in the folder that JAX_FP4_GOLDEN names are found as well.
 """

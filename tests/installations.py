@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 
 import jax
+import pytest
 
 from jax_fp4 import _ffi, _ops
 
@@ -17,6 +18,19 @@ def pretend(monkeypatch, archs: str | None, *capabilities: str) -> None:
     monkeypatch.setattr(_ffi, "cuda_archs", lambda: archs or "")
     monkeypatch.setattr(jax, "devices", lambda *_: _gpus(capabilities))
     forget()
+
+
+def installed(cases: dict):
+    """A fixture: in turn each of the installations {name: (archs, capabilities, what is expected there)}."""
+
+    @pytest.fixture(params=cases)
+    def expected(request, monkeypatch):
+        archs, capabilities, what = cases[request.param]
+        pretend(monkeypatch, archs, *capabilities)
+        yield what
+        forget()
+
+    return expected
 
 
 def _gpus(capabilities):

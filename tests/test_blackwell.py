@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from installations import HOPPER, called, forget, lowered, pretend
+from installations import HOPPER, called, forget, installed, lowered, pretend
 from products import error_of
 
 import jax_fp4 as fp4
@@ -26,14 +26,7 @@ INSTALLATIONS = {
     "on two kinds of GPU": (HOPPER, ("10.0", "9.0"), False),
     "without extension": (None, ("10.0",), False),
 }
-
-
-@pytest.fixture(params=INSTALLATIONS)
-def native(request, monkeypatch):
-    archs, gpus, scaled = INSTALLATIONS[request.param]
-    pretend(monkeypatch, archs, *gpus)
-    yield scaled
-    forget()
+native = installed(INSTALLATIONS)
 
 
 @pytest.fixture
@@ -94,6 +87,14 @@ def test_products(native, name):
     assert scaled(text) == native
     assert not native or ("dot_general" not in text and ROWS not in called(text))
     assert not scaled(lowered(PRODUCTS[name], platform="cpu"))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_each_platform_of_a_program_has_its_own(blackwell, name):
+    program = jax.jit(PRODUCTS[name]).trace().lower(lowering_platforms=("cpu", "cuda"))
+    text = program.as_text()
+    assert scaled(text) == 1 and text.count("dot_general") == 1
 
 
 @pytest.mark.parametrize("name", DOTS | EMPTY)

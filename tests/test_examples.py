@@ -105,6 +105,47 @@ def test_one_recipe_as_a_script(experts, tmp_path):
     assert "tokens/s" in result.stderr
 
 
+def test_rules_choose_by_path(tmp_path, capsys):
+    path = tmp_path / "rules.txt"
+    path.write_text("block0/qkv = HIGH_PRECISION\n.*/moe = NVFP4BlockScaling('dequant')\n")
+    options = ["--rules", str(path), "--recipe", "bfloat16", "--experts", "2", "--out", str(tmp_path)]
+    (result,) = train_lm.main([*TINY, *options])
+    assert result.name == "rules, bfloat16" and result.losses[-1] < result.losses[0]
+    printed = capsys.readouterr().out
+    for word in (
+        "rule 'block0/qkv' = HIGH_PRECISION",
+        "rule '.*/moe' = NVFP4BlockScaling",
+        "2 of 6 layer calls quantized",
+    ):
+        assert word in printed
+
+
+def test_what_no_rule_matches_follows_the_recipe(tmp_path):
+    path = tmp_path / "rules.txt"
+    path.write_text("block0/.* = HIGH_PRECISION\n")
+    options = ["--rules", str(path), "--experts", "1", "--out", str(tmp_path), "--layers", "2"]
+    args = train_lm.parse([*TINY, *options])
+    model = train_lm.LanguageModel(args.layers, args.width, args.heads, args.experts, args.top_k)
+    text = jnp.zeros((1, args.context), jnp.uint8)
+    ((_, recipe),) = train_lm.runs(args).items()
+    with fp4.autocast(recipe), fp4.autocast(args.rules):
+        rows = fp4.report(lambda: model.init(jax.random.key(0), text)).rows
+    assert {row.layer.split("/")[0] for row in rows if row.quantized} == {"block1"} and len(rows) == 9
+
+
+def test_a_file_that_is_no_file_of_rules(tmp_path, capsys):
+    path = tmp_path / "rules.txt"
+    path.write_text("head = NVFP4\n")
+    for given, says in ((path, "line 1 is 'NVFP4'; needs one of"), (tmp_path / "absent", "No such file")):
+        with pytest.raises(SystemExit):
+            train_lm.parse(["--rules", str(given)])
+        assert says in capsys.readouterr().err
+    path.write_text("head = HIGH_PRECISION\n")
+    with pytest.raises(SystemExit):
+        train_lm.parse(["--rules", str(path), "--compare"])
+    assert "--rules has no meaning beside it" in capsys.readouterr().err
+
+
 def test_the_environment_chooses_the_backward_mode(monkeypatch):
     monkeypatch.setenv("JAX_FP4_BACKWARD_MODE", "unquant")
     assert list(train_lm.runs(train_lm.parse([]))) == ["nvfp4 unquant"]
@@ -182,7 +223,7 @@ def test_the_readme_does_what_it_shows(capsys):
     """Its Python blocks run in order, and the error it quotes is the one raised."""
     readme = (EXAMPLES.parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names = {}
     for block in blocks:
         exec(block, names)

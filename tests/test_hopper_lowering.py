@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from installations import HOPPER, called, calls, forget, lowered, pretend
+from installations import HOPPER, called, calls, forget, installed, lowered, pretend
 
 import jax_fp4 as fp4
 from jax_fp4 import _hopper
@@ -26,14 +26,7 @@ INSTALLATIONS = {
     "without sm_90a": ("sm_80, sm_90", ("9.0",), False),
     "without extension": (None, ("9.0",), False),
 }
-
-
-@pytest.fixture(params=INSTALLATIONS)
-def native(request, monkeypatch):
-    archs, gpus, kernels = INSTALLATIONS[request.param]
-    pretend(monkeypatch, archs, *gpus)
-    yield kernels
-    forget()
+native = installed(INSTALLATIONS)
 
 
 @pytest.fixture

@@ -16,18 +16,19 @@ PACKAGE = ROOT / "jax_fp4"
 RANKS = {
     rank: names.split()
     for rank, names in {
-        0: "_formats _errors",
-        1: "_recipe _array _record _placement _groups _lowering checkpoint_policies",
-        2: "reference _ffi _arguments _ragged",
-        3: "_ops _rules _hopper _blackwell _operands",
-        4: "_products",
-        5: "_gather _modes _activations _norm",
-        6: "_dense",
-        7: "_grouped_dense _grouped_mlp _dot_general _layernorm_dense",
-        8: "_routing _mlp",
-        9: "_moe",
-        10: "linen nnx export diagnostics report __main__",
-        11: "__init__",
+        0: "_formats _errors _record",
+        1: "_recipe _array _placement _groups _lowering _minifloat checkpoint_policies",
+        2: "reference reference_fp8 _ffi _arguments _ragged",
+        3: "_float8 _rules _hopper _blackwell _operands",
+        4: "_ops",
+        5: "_products",
+        6: "_gather _modes _activations _norm",
+        7: "_dense",
+        8: "_grouped_dense _grouped_mlp _dot_general _layernorm_dense",
+        9: "_routing _mlp",
+        10: "_moe",
+        11: "linen nnx export diagnostics report __main__",
+        12: "__init__",
     }.items()
 }
 RANK = {name: rank for rank, names in RANKS.items() for name in names}

@@ -309,6 +309,227 @@ def test_report_names_layers_and_reasons():
     assert all("no recipe" in row.note for row in rows)
 
 
+# --- rules, and models of Flax's own layers ---
+
+COARSE = recipe(row_scaled_activation=True, two_dimensional_weights=False)
+
+
+class Blocks(nn.Module):
+    """Two blocks of any library, lifted or not, and a head."""
+
+    layers: object
+    lift: object = staticmethod(lambda module: module)
+
+    @nn.compact
+    def __call__(self, x):
+        for name in ("a", "b"):
+            x = self.lift(Net)(self.layers, name=name)(x).reshape(*x.shape[:-1], -1)
+        return self.layers.Dense(8, name="head")(x)
+
+
+def layer_paths(variables):
+    """Paths of the modules that have a kernel."""
+    leaves = jax.tree_util.tree_leaves_with_path(variables["params"])
+    return sorted({"/".join(key.key for key in path[:-1]) for path, _ in leaves})
+
+
+def chosen(model, variables, *args, **kw):
+    """{path: what decided} for the calls of a model."""
+    return {row.layer: row.chosen_by for row in fp4.report(model.apply, variables, *args, **kw).rows}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("context", [fp4.autocast, linen.quantized])
+@pytest.mark.parametrize("lift", [lambda module: module, nn.jit, nn.remat])
+def test_a_rule_matches_the_path_of_the_parameters(context, lift):
+    x = normal(1, 4, 16)
+    model = Blocks(linen if context is fp4.autocast else nn, lift)
+    variables = some(model, x)
+    rules = fp4.Rules([("a/Dense_0", recipe()), ("b/.*", COARSE), ("head", fp4.HIGH_PRECISION)])
+    with context(rules):
+        assert chosen(model, variables, x) == {
+            "a/Dense_0": "rule 'a/Dense_0' = NVFP4BlockScaling",
+            "a/DenseGeneral_0": "no rule matches and no autocast context is around the rules",
+            "b/Dense_0": "rule 'b/.*' = NVFP4BlockScaling",
+            "b/DenseGeneral_0": "rule 'b/.*' = NVFP4BlockScaling",
+            "head": "rule 'head' = HIGH_PRECISION",
+        }
+        got = apply(model, variables, x)
+    params = variables["params"]
+    plain, first = Net(nn), params["a"]
+    y = function(recipe(), {"params": first["Dense_0"]}, x)
+    y = nn.DenseGeneral((2, 8)).apply({"params": first["DenseGeneral_0"]}, nn.relu(y)).reshape(4, 16)
+    with linen.quantized(COARSE):
+        y = plain.apply({"params": params["b"]}, y).reshape(4, 16)
+    same_tree(got, nn.Dense(8).apply({"params": params["head"]}, y))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("library", [nn, linen])
+def test_one_jitted_model_under_rules_in_turn(library):
+    x = normal(1, 4, 16)
+    model = Blocks(library)
+    variables = some(model, x)
+    jitted = jax.jit(model.apply)
+    rules = [fp4.Rules([("a/.*", each)]) for each in (recipe(), COARSE)]
+    results = []
+    for each in (rules[0], rules[1], None, rules[0]):
+        with linen.quantized(each):
+            results.append(jitted(variables, x))
+    same_tree(results[0], results[3])
+    same_tree(results[2], jax.jit(Blocks(nn).apply)(variables, x))
+    assert not any(np.array_equal(results[i], results[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_a_function_traced_under_autocast_is_traced_again_with_its_layers_replaced():
+    x, rules = normal(1, 4, 16), fp4.Rules([(".*", recipe())])
+    model = nn.Dense(8)
+    variables = some(model, x)
+    jitted = jax.jit(model.apply)
+    with fp4.autocast(rules):
+        same_tree(jitted(variables, x), apply(model, variables, x))  # E13
+    with linen.quantized(rules):
+        same_tree(jitted(variables, x), function(recipe(), variables, x))
+
+
+@pytest.mark.core
+def test_paths_in_a_scan_of_remat():
+    x = normal(1, 4, 32)
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.Dense(32)(nn.tanh(nn.Dense(32, name="up")(x))), None
+
+    scanned = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+    model = scanned(name="blocks")
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(scanned(name="blocks")(x, None)[0])
+
+    model = Model()
+    variables = some(model, x)
+    with linen.quantized(fp4.Rules([("blocks/up", recipe()), ("Dense_0", COARSE)])):
+        by = chosen(model, variables, x)
+        y = apply(model, variables, x)
+    assert sorted(by) == layer_paths(variables) == ["Dense_0", "blocks/Dense_0", "blocks/up"]
+    assert by["blocks/up"].startswith("rule 'blocks/up'") and by["blocks/Dense_0"].startswith("no rule")
+    for i in range(3):
+        params = jax.tree.map(lambda leaf, i=i: leaf[i], variables["params"]["blocks"])
+        x = nn.Dense(32).apply({"params": params["Dense_0"]}, nn.tanh(function(recipe(), {"params": params["up"]}, x)))
+    np.testing.assert_allclose(y, function(COARSE, {"params": variables["params"]["Dense_0"]}, x), rtol=1e-5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("name", "fields", "shape"), LAYERS)
+def test_a_flax_layer_becomes_ours(name, fields, shape):
+    x, rngs = normal(1, *shape), {"sr": KEY}
+    theirs, ours = getattr(nn, name)(**fields), getattr(linen, name)(**fields, recipe=recipe("default"))
+    variables = ours.init(KEY, x)
+    with linen.quantized(fp4.Rules([(".*", recipe("default"))])):
+        same_tree(theirs.init(KEY, x), variables)
+        got = value_and_grads(theirs, variables, x, rngs=rngs)
+    same_tree(got, value_and_grads(ours, variables, x, rngs=rngs))
+    with linen.quantized(fp4.Rules([(".*", fp4.HIGH_PRECISION)])):
+        got = apply(theirs, variables, x)
+    same_tree(got, apply(theirs, variables, x))
+
+
+def test_replacing_changes_no_tree_and_no_other_stream():
+    """G3."""
+    x, rngs = normal(1, 4, 16), {name: jax.random.key(i) for i, name in enumerate(("params", "dropout", "sr"))}
+    with linen.quantized(recipe("default")):
+        ours = Net(nn).init(rngs, x)
+        _, seen = Net(nn).apply(ours, x, capture_intermediates=True, mutable=["intermediates"])
+    same_tree(ours, Net(nn).init(rngs, x))
+    _, theirs = Net(nn).apply(ours, x, capture_intermediates=True, mutable=["intermediates"])
+    assert jax.tree.structure(seen) == jax.tree.structure(theirs)
+
+
+def test_a_subclass_is_replaced_where_it_uses_the_call_of_flax():
+    class Scaled(nn.Dense):
+        @nn.compact
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    x = normal(1, 4, 16)
+    variables = some(Scaled(8), x)
+    with linen.quantized(recipe()):
+        same_tree(apply(Scaled(8), variables, x), 2 * function(recipe(), variables, x))
+
+
+def test_attention_by_rules():
+    x = normal(1, 2, 6, 16)
+    model = nn.MultiHeadDotProductAttention(num_heads=2)
+    variables = some(model, x)
+    with linen.quantized(fp4.Rules([("query|key", recipe()), ("out", fp4.HIGH_PRECISION)])):
+        by = chosen(model, variables, x)
+    assert {path: why.split(" ")[0] for path, why in by.items()} == dict(
+        query="rule", key="rule", value="no", out="rule"
+    )
+
+
+def test_a_shared_layer_has_the_path_of_its_parameters():
+    class Tied(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(16)
+
+        def __call__(self, x):
+            return self.dense(self.dense(x))
+
+    x = normal(1, 4, 16)
+    variables = some(Tied(), x)
+    with linen.quantized(fp4.Rules([("dense", recipe())])):
+        rows = fp4.report(Tied().apply, variables, x).rows
+        assert [(row.layer, row.quantized) for row in rows] == [("dense", True)] * 2
+
+
+def test_the_recipe_of_a_layer_comes_before_rules():
+    x = normal(1, 4, 32)
+    model = linen.Dense(8, recipe=COARSE)
+    variables = some(model, x)
+    alone = apply(model, variables, x)
+    for context in (fp4.autocast, linen.quantized):
+        with context(fp4.Rules([(".*", recipe())])):
+            same_tree(apply(model, variables, x), alone)
+            assert chosen(model, variables, x) == {"dense": "recipe=NVFP4BlockScaling"}
+
+
+def test_a_rule_that_matches_nothing_is_in_the_report():
+    x = normal(1, 4, 16)
+    model = Net(nn)
+    variables = some(model, x)
+    rules = fp4.Rules([("dense_0", recipe()), (".*", recipe())])
+    with linen.quantized(rules), pytest.warns(UserWarning, match="the rule 'dense_0' matched no layer"):
+        report = fp4.report(model.apply, variables, x)
+    assert report.unmatched == ("dense_0",) and "the rule 'dense_0' matched no layer" in str(report)
+    assert "; rule '.*' = NVFP4BlockScaling" in str(report)
+
+
+def test_replacing_refuses_what_it_would_ignore():
+    x = normal(1, 4, 16)
+    model = nn.Dense(8, dot_general=lambda *args, **kw: jax.lax.dot_general(*args, **kw))
+    variables = some(model, x)
+    with linen.quantized(recipe()), pytest.raises(ValueError, match="Dense: dot_general is given beside a recipe"):
+        model.apply(variables, x)
+    with linen.quantized(fp4.Rules([(".*", fp4.HIGH_PRECISION)])):
+        model.apply(variables, x)
+    for wrong in ("nvfp4", fp4.NVFP4BlockScaling):
+        with pytest.raises(TypeError, match="recipe is"), linen.quantized(wrong):
+            pass
+
+
+def test_replacing_ends_with_its_context():
+    x = normal(1, 4, 16)
+    variables = some(nn.Dense(8), x)
+    plain = apply(nn.Dense(8), variables, x)
+    with pytest.raises(RuntimeError), linen.quantized(recipe()):
+        raise RuntimeError
+    same_tree(apply(nn.Dense(8), variables, x), plain)
+
+
 # --- randomness ---
 
 

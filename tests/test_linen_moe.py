@@ -403,3 +403,39 @@ def test_bad_input():
     grouped, sizes = linen.GroupedDense(8, E), jnp.ones(E + 1, jnp.int32)
     refused(lambda: shapes(grouped, X, sizes), ValueError, r"group_sizes is of shape \(5,\); needs \(4,\)")
     refused(lambda: shapes(grouped, X, jnp.ones(E)), TypeError, "group_sizes is of type float32; needs an int32")
+
+
+# --- rules ---
+
+
+@pytest.mark.core
+def test_rules_choose_for_experts_and_leave_the_router_alone():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = linen.GroupedDense(D, E, name="grouped")(x.reshape(-1, D), SIZES)
+            y, _ = linen.MoE(E, F, 2, name="moe")(x)
+            return nn.Dense(8, dot_general_cls=linen.DotGeneral, name="head")(y)
+
+    model = Model()
+    variables = some(model, X)
+    rules = fp4.Rules([("grouped", recipe("default")), ("moe/?.*", recipe()), ("head/DotGeneral_0", recipe())])
+    with fp4.autocast(rules):
+        rows = fp4.report(partial(model.apply, rngs={"sr": KEY}), variables, X).rows
+        y = jax.eval_shape(model.apply, variables, X)
+    assert y.shape == (12, 8)
+    assert [(row.layer, row.chosen_by) for row in rows] == [
+        ("grouped", "rule 'grouped' = NVFP4BlockScaling"),
+        ("moe/router", "recipe=HIGH_PRECISION"),
+        ("moe", "rule 'moe/?.*' = NVFP4BlockScaling"),
+        ("moe", "rule 'moe/?.*' = NVFP4BlockScaling"),
+        ("head/DotGeneral_0", "rule 'head/DotGeneral_0' = NVFP4BlockScaling"),
+    ]
+
+
+def test_a_layer_under_a_rule_has_the_bits_of_its_recipe():
+    own, ruled = linen.MoE(E, F, 2, recipe=recipe()), linen.MoE(E, F, 2)
+    variables = some(own, X)
+    want = jit(own.apply)(variables, X)[0]
+    with fp4.autocast(fp4.Rules([("", recipe())])):
+        same_tree(jit(ruled.apply)(variables, X)[0], want)

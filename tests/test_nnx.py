@@ -256,6 +256,234 @@ def test_report_says_what_is_not_quantized():
         assert [row.quantized for row in fp4.report(layer, x).rows] == [True]
 
 
+# --- rules, and models of Flax's own layers ---
+
+COARSE = recipe(row_scaled_activation=True, two_dimensional_weights=False)
+
+
+class Model(flax_nnx.Module):
+    """Two nets, a layer in each kind of container, one layer under two names."""
+
+    def __init__(self, layers, rngs):
+        self.nets = flax_nnx.List([Net(layers, rngs), Net(layers, rngs)])
+        self.tail = flax_nnx.Sequential(layers.Linear(16, 16, rngs=rngs), jax.nn.relu)
+        self.plain = flax_nnx.data({"up": (layers.Linear(16, 16, rngs=rngs),)})
+        self.tied = self.plain["up"][0]
+
+    def __call__(self, x):
+        for net in self.nets:
+            x = net(x).reshape(*x.shape[:-1], -1)
+        return self.plain["up"][0](self.tied(self.tail(x)))
+
+
+@pytest.fixture
+def model():
+    made = Model(flax_nnx, Rngs(0, params=1))
+    made.eval()  # no dropout
+    return made
+
+
+def chosen(model, x):
+    return {row.layer: row.chosen_by for row in fp4.report(model, x).rows}
+
+
+@pytest.mark.core
+def test_quantize_model_chooses_by_path_and_keeps_what_is_shared(model):
+    """G3."""
+    before, layers = params(model), [model.nets[0].first, model.tied]
+    structure, kernel = jax.tree.structure(flax_nnx.state(model)), model.tied.kernel
+    rules = [("nets/0/.*", recipe()), ("nets/1/second|tied", COARSE), ("tail/.*", fp4.HIGH_PRECISION)]
+    assert nnx.quantize_model(model, fp4.Rules(rules)) is None
+    same_tree(params(model), before)
+    assert jax.tree.structure(flax_nnx.state(model)) == structure
+    assert model.nets[0].first is layers[0] and model.tied is model.plain["up"][0] is layers[1]
+    assert model.tied.kernel is kernel
+    assert type(model.tied) is nnx.Linear and type(model.nets[0].second) is nnx.LinearGeneral
+    assert [net.first.recipe for net in model.nets] == [recipe(), None]
+    assert [net.second.recipe for net in model.nets] == [recipe(), COARSE]
+    assert model.tail.layers[0].recipe is fp4.HIGH_PRECISION and model.tied.recipe == COARSE
+    assert chosen(model, normal(1, 4, 16)) == {
+        "nets/0/first": "rule 'nets/0/.*' = NVFP4BlockScaling",
+        "nets/0/second": "rule 'nets/0/.*' = NVFP4BlockScaling",
+        "nets/1/first": "no rule matches and no autocast context is around the rules",
+        "nets/1/second": "rule 'nets/1/second|tied' = NVFP4BlockScaling",
+        "tail/layers/0": "rule 'tail/.*' = HIGH_PRECISION",
+        "tied": "rule 'nets/1/second|tied' = NVFP4BlockScaling",
+    }
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("name", "sizes", "fields", "shape"), LAYERS)
+def test_a_flax_layer_becomes_ours(name, sizes, fields, shape):
+    """Also a model that is one layer, whose path is ""."""
+    x, layer = normal(1, *shape), getattr(flax_nnx, name)(*sizes, **fields, rngs=Rngs(0))
+    ours = getattr(nnx, name)(*sizes, **fields, rngs=Rngs(0), recipe=recipe("default"))
+    nnx.quantize_model(layer, fp4.Rules([("", recipe("default"))]))
+    same_tree(params(layer), params(ours))
+    same_tree(loss_and_grads(layer, x, key=KEY), loss_and_grads(ours, x, key=KEY))
+
+
+def test_without_a_match_flax_computes_unless_autocast_says_otherwise(model):
+    x = normal(1, 4, 16)
+    before, only = model(x), fp4.Rules([("tied", fp4.HIGH_PRECISION)])
+    nnx.quantize_model(model, only)
+    same_tree(model(x), before)
+    with fp4.autocast(recipe()):
+        rows = fp4.report(model, x).rows
+    assert [row.layer for row in rows if not row.quantized] == ["tied", "tied"] and len(rows) == 7
+
+
+@pytest.mark.core
+def test_a_layer_without_a_recipe_raises_under_rules(model):
+    x, rules = normal(1, 4, 16), fp4.Rules([(".*", recipe())])
+    layers = [nnx.Linear(16, 8, rngs=Rngs(0)), nnx.LinearGeneral(16, 8, rngs=Rngs(0))]
+    grouped = nnx.GroupedLinear(2, 16, 8, rngs=Rngs(0))
+    moe = nnx.MoE(2, 16, 8, rngs=Rngs(0))
+    nnx.quantize_model(model, fp4.Rules([("tied", recipe())]))
+    with fp4.autocast(rules):
+        for layer in (*layers, lambda x: grouped(x, jnp.int32([2, 2])), moe, model):
+            with pytest.raises(
+                ValueError, match=r"recipe is None under autocast\(Rules\).*nnx.quantize_model\(model, rules"
+            ):
+                layer(x)
+        layers[0].recipe = recipe()
+        layers[0](x)
+        nnx.quantize_model(model, rules)
+        model(x)
+
+
+def test_our_layers_get_a_recipe_unless_they_have_one():
+    class Mixed(flax_nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(16, 16, rngs=rngs)
+            self.own = nnx.Linear(16, 16, rngs=rngs, recipe=COARSE)
+            self.grouped = nnx.GroupedLinear(2, 16, 16, rngs=rngs)
+            self.moe = nnx.MoE(2, 16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.moe(self.grouped(self.own(self.linear(x)), jnp.int32([2, 2])))[0]
+
+    model = Mixed(Rngs(0))
+    sr = model.linear.sr
+    nnx.quantize_model(model, fp4.Rules([("moe", COARSE), (".*", recipe())]), rngs=Rngs(5))
+    assert model.linear.sr is sr and model.moe.router.recipe is fp4.HIGH_PRECISION
+    assert [m.recipe for m in (model.linear, model.own, model.grouped, model.moe)] == [
+        recipe(),
+        COARSE,
+        recipe(),
+        COARSE,
+    ]
+    assert [(row.layer, row.chosen_by) for row in fp4.report(model, normal(1, 4, 16)).rows] == [
+        ("linear", "rule '.*' = NVFP4BlockScaling"),
+        ("own", "recipe=NVFP4BlockScaling"),
+        ("grouped", "rule '.*' = NVFP4BlockScaling"),
+        ("moe/router", "recipe=HIGH_PRECISION"),
+        ("moe", "rule 'moe' = NVFP4BlockScaling"),
+        ("moe", "rule 'moe' = NVFP4BlockScaling"),
+    ]
+
+
+def test_rules_can_be_applied_again(model):
+    nnx.quantize_model(model, fp4.Rules([(".*", recipe())]))
+    model.tail.layers[0].recipe = COARSE  # the user's own now
+    nnx.quantize_model(model, fp4.Rules([("nets/.*", fp4.HIGH_PRECISION), ("tail/.*", recipe())]))
+    assert model.nets[0].first.recipe is fp4.HIGH_PRECISION
+    assert model.tied.recipe is None and model.tail.layers[0].recipe == COARSE
+
+
+def test_rngs_give_each_layer_a_stream(model):
+    rules = fp4.Rules([(".*", recipe("default"))])
+    nnx.quantize_model(model, rules)
+    x = normal(1, 4, 16)
+    with pytest.raises(ValueError, match="key is None"):
+        loss_and_grads(model, x)
+    for rngs in (Rngs(3), Rngs(sr=3), Rngs(0, sr=3)):
+        again = Model(flax_nnx, Rngs(0, params=1))
+        before = params(again)
+        nnx.quantize_model(again, rules, rngs=rngs)
+        same_tree(params(again), before)
+        layers = again.nets[0].first, again.nets[0].second, again.nets[1].first, again.tied
+        assert len({tuple(jax.random.key_data(layer.sr()).tolist()) for layer in layers}) == 4
+    again.eval()
+    _, grads = loss_and_grads(again, x)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(grads))
+
+
+def test_blocks_share_a_trace(model):
+    """The path that the report reads makes no block another function."""
+    nnx.quantize_model(model, fp4.Rules([("nets/.*", recipe())]))
+    traces = []
+
+    @flax_nnx.jit
+    def call(net, x):
+        traces.append(1)
+        return net(x)
+
+    for net in model.nets:
+        call(net, normal(1, 4, 16))
+    assert len(traces) == 1
+
+
+def test_one_jitted_model_under_rules_in_turn(model):
+    x, jitted, results = normal(1, 4, 16), flax_nnx.jit(lambda model, x: model(x)), []
+    for each in (recipe(), COARSE, fp4.HIGH_PRECISION, recipe()):
+        nnx.quantize_model(model, fp4.Rules([("nets/.*", each)]))
+        results.append(jitted(model, x))
+    same_tree(results[0], results[3])
+    assert not any(np.array_equal(results[i], results[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+class Loop(flax_nnx.Module):
+    def __init__(self, rngs):
+        self.linear = flax_nnx.Linear(16, 16, rngs=rngs)
+        self.me = self
+
+
+def test_a_module_that_holds_itself():
+    model = Loop(Rngs(0))
+    nnx.quantize_model(model, fp4.Rules([("linear", recipe())]))
+    assert model.linear.recipe == recipe()
+
+
+class Special(flax_nnx.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "says"),
+    [
+        (
+            [("tied", recipe()), ("nets/0/frist", COARSE)],
+            ValueError,
+            r"'nets/0/frist', which matches nothing.*'nets/0/first'",
+        ),
+        ([("tied", recipe()), ("plain/.*", COARSE)], ValueError, "a shared layer, is given .* one recipe"),
+        ([("special", recipe())], fp4.UnsupportedError, "'special' is a Special, a subclass"),
+        ([("product", recipe())], ValueError, "dot_general is given beside a recipe"),
+        (recipe(), TypeError, "rules is NVFP4BlockScaling"),
+    ],
+)
+def test_what_quantize_model_refuses(rules, error, says, model):
+    model.special = Special(16, 16, rngs=Rngs(0))
+    model.product = flax_nnx.Linear(
+        16, 16, rngs=Rngs(0), dot_general=lambda *args, **kw: jax.lax.dot_general(*args, **kw)
+    )
+    rules = fp4.Rules([*rules, ("nets/1/.*", recipe())]) if isinstance(rules, list) else rules
+    with pytest.raises(error, match=says) as caught:
+        nnx.quantize_model(model, rules)
+    assert "; needs " in str(caught.value) and " Try " in str(caught.value)
+    assert type(model.nets[1].first) is flax_nnx.Linear  # nothing is changed
+    nnx.quantize_model(model, fp4.Rules([("special|product", fp4.HIGH_PRECISION)]))
+    assert type(model.special) is Special
+
+
+def test_quantize_model_needs_something_to_draw_from(model):
+    with pytest.raises(ValueError, match=r"rngs is with the streams \('params',\)"):
+        nnx.quantize_model(model, fp4.Rules([(".*", recipe())]), rngs=Rngs(params=0))
+    with pytest.raises(ValueError, match="the model has no Linear"):
+        nnx.quantize_model(flax_nnx.Dropout(0.5), fp4.Rules([(".*", recipe())]))
+
+
 # --- randomness ---
 
 

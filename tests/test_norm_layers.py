@@ -123,3 +123,88 @@ def test_the_report_names_the_layers():
     module = linen.LayerNormMLP(F, recipe=recipe("unquant"))
     variables = module.init(KEY, X)
     assert "layernorm_mlp" in str(fp4.report(module.apply, variables, X))
+
+
+# --- rules ---
+
+
+def rows_of(f, *args):
+    return [(row.layer, row.op, row.chosen_by) for row in fp4.report(f, *args).rows]
+
+
+@pytest.mark.core
+def test_rules_decide_in_linen_by_the_path_of_the_parameters():
+    """The key too: only the layer whose rule rounds stochastically draws one."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = linen.LayerNormDense(K, name="dense")(x)
+            return linen.LayerNormMLP(F, name="mlp", out_recipe=fp4.HIGH_PRECISION)(linen.LayerNormMLP(F)(x))
+
+    model, rngs = Model(), {"sr": KEY}
+    params = model.init(KEY, X)["params"]
+    rules = fp4.Rules(
+        [("dense", recipe("default")), ("LayerNormMLP.*", fp4.HIGH_PRECISION), ("mlp", recipe("dequant"))]
+    )
+
+    def loss(params):
+        return jnp.sum(jnp.sin(model.apply({"params": params}, X, rngs=rngs)))
+
+    with fp4.autocast(rules):
+        rows = rows_of(loss, params)
+        y = model.apply({"params": params}, X)
+        jax.grad(loss)(params)
+        refused(lambda: jax.grad(lambda p: model.apply({"params": p}, X).sum())(params), ValueError, "key is None")
+    assert rows == [
+        ("dense", "layernorm_dense", "rule 'dense' = NVFP4BlockScaling"),
+        *[("LayerNormMLP_0", "layernorm_mlp", "rule 'LayerNormMLP.*' = HIGH_PRECISION")] * 2,
+        ("mlp", "layernorm_mlp", "rule 'mlp' = NVFP4BlockScaling"),
+        ("mlp", "layernorm_mlp", "recipe=HIGH_PRECISION"),
+    ]
+    h = mlp_of(params["LayerNormMLP_0"], dense_of(params["dense"], X, recipe("default")), fp4.HIGH_PRECISION)
+    same_tree(y, mlp_of(params["mlp"], h, recipe("dequant"), out_recipe=fp4.HIGH_PRECISION))
+
+
+class Pair(flax_nnx.Module):
+    def __init__(self, recipe=None):
+        self.dense = nnx.LayerNormLinear(K, K, recipe=recipe, rngs=flax_nnx.Rngs(0, sr=1))
+        self.mlp = nnx.LayerNormMLP(K, F, rngs=flax_nnx.Rngs(2, sr=3))
+
+    def __call__(self, x):
+        return self.mlp(self.dense(x))
+
+
+@pytest.mark.core
+def test_rules_decide_in_nnx_by_path():
+    model, want = Pair(), Pair()
+    nnx.quantize_model(model, fp4.Rules([("dense", recipe("default")), ("mlp", recipe("dequant"))]))
+    assert [model.dense.recipe, model.mlp.recipe] == [recipe("default"), recipe("dequant")]
+    assert rows_of(model, X) == [
+        ("dense", "layernorm_dense", "rule 'dense' = NVFP4BlockScaling"),
+        *[("mlp", "layernorm_mlp", "rule 'mlp' = NVFP4BlockScaling")] * 2,
+    ]
+    want.dense.recipe, want.mlp.recipe = recipe("default"), recipe("dequant")
+    same_tree(model(X), want(X))
+    flax_nnx.grad(lambda model: jnp.sum(model(X)))(model)  # draws from the layer's own stream
+
+    nnx.quantize_model(model, fp4.Rules([("mlp", recipe("unquant"))]))  # again, and no rule for one of them
+    with fp4.autocast(fp4.HIGH_PRECISION):
+        assert rows_of(model, X) == [
+            ("dense", "layernorm_dense", "autocast(HIGH_PRECISION)"),
+            *[("mlp", "layernorm_mlp", "rule 'mlp' = NVFP4BlockScaling")] * 2,
+        ]
+    own = Pair(recipe("unquant"))
+    nnx.quantize_model(own, fp4.Rules([(".*", recipe("dequant"))]))
+    assert own.dense.recipe == recipe("unquant") and own.mlp.recipe == recipe("dequant")
+    assert rows_of(own.dense, X) == [("dense", "layernorm_dense", "recipe=NVFP4BlockScaling")]
+
+
+def test_an_nnx_layer_without_a_path_raises_under_rules():
+    for layer in (Pair().dense, Pair().mlp):
+        with fp4.autocast(fp4.Rules([(".*", recipe("dequant"))])):
+            refused(partial(layer, X), ValueError, r"LayerNorm(Linear|MLP): recipe is None under autocast\(Rules\)")
+    no_layers = "the model has no Linear, LinearGeneral, GroupedLinear, LayerNormLinear, LayerNormMLP, MoE"
+    rules = fp4.Rules([(".*", recipe("dequant"))])
+    refused(lambda: nnx.quantize_model(flax_nnx.Dropout(0.5), rules), ValueError, no_layers)
+    refused(lambda: nnx.quantize_model(Pair(), fp4.Rules([("mpl", recipe("dequant"))])), ValueError, "nearest.*'mlp'")

@@ -307,7 +307,7 @@ def test_differentiation_is_refused(implementation):
 
 ONES = jnp.ones((16, 32))
 FOUR = fp4.FourOverSix()
-FOREIGN = dataclasses.replace(fp4.quantize(ONES), format="mxfp8")
+FOREIGN = dataclasses.replace(fp4.quantize(ONES), format="int4")
 BOTH = fp4.quantize_transpose
 
 
@@ -319,7 +319,7 @@ BOTH = fp4.quantize_transpose
         (lambda: fp4.quantize(jnp.ones((4, 16), jnp.complex64)), TypeError, "x is an array of complex64"),
         (lambda: fp4.quantize(jnp.float32(3)), ValueError, "x is a scalar"),
         (lambda: fp4.quantize([1.0]), TypeError, "x is a list"),
-        (lambda: fp4.quantize(ONES, "mxfp8"), ValueError, "format is 'mxfp8'"),
+        (lambda: fp4.quantize(ONES, "int4"), ValueError, "format is 'int4'"),
         (lambda: fp4.quantize(ONES, axis=1), ValueError, r"axis is 1; needs one of \(-1, 0\)"),
         (lambda: fp4.quantize(ONES, block=(1, 32)), ValueError, r"block is \(1, 32\)"),
         (lambda: fp4.quantize(ONES, row_scaled=1), ValueError, "row_scaled is 1"),
@@ -342,7 +342,7 @@ BOTH = fp4.quantize_transpose
         (lambda: fp4.dequantize(ONES), TypeError, "dequantize: q is a .*Array"),
         (lambda: fp4.dequantize(fp4.quantize(ONES, axis=0, hadamard=True)), ValueError, "q.hadamard is True"),
         (lambda: fp4.dequantize(fp4.quantize(ONES), jnp.int8), TypeError, "dtype is int8"),
-        (lambda: fp4.dequantize(FOREIGN), ValueError, "q.format is 'mxfp8'"),
+        (lambda: fp4.dequantize(FOREIGN), ValueError, "q.format is 'int4'"),
         (lambda: fp4.quantize(ONES, dtype="blah"), TypeError, "dtype is 'blah'"),
         (lambda: fp4.quantize(ONES, batch_dims=True), ValueError, "batch_dims is True"),
         (lambda: fp4.quantize(ONES, amax="a"), ValueError, "amax is a str"),

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import jax_fp4 as fp4
-from jax_fp4._recipe import BACKWARD_MODE_VARIABLE, resolve
+from jax_fp4 import _record
+from jax_fp4._recipe import BACKWARD_MODE_VARIABLE, chosen_by, resolve
 
 R = fp4.NVFP4BlockScaling
 
@@ -98,8 +99,8 @@ def test_order_is_layer_then_autocast():
 
 @pytest.mark.parametrize("bad", ["nvfp4", R, 3, jnp.ones(2)], ids=["string", "class", "number", "array"])
 def test_what_is_no_recipe(bad):
-    for use in (fp4.autocast, lambda r: resolve("dense", r)):
-        with pytest.raises(TypeError, match="recipe is"):
+    for use in (fp4.autocast, lambda r: resolve("dense", r), lambda r: fp4.Rules([("a", r)])):
+        with pytest.raises(TypeError, match=r"recipe (of rule 1 )?is .*; needs a recipe object or HIGH_PRECISION"):
             use(bad)
 
 
@@ -112,3 +113,179 @@ def test_recipes_are_values():
     with pytest.raises(AttributeError):
         recipe.stochastic_rounding = False
     assert fp4.FourOverSix() == fp4.FourOverSix(256, "MAE")
+
+
+# --- rules ---
+
+A, B = R("unquant"), R("dequant")
+
+
+def at(path, given=None):
+    """What a layer at this path resolves to."""
+    with _record.layer(path):
+        return resolve("Dense", given)
+
+
+@pytest.mark.core
+def test_the_first_rule_that_matches_the_whole_path_decides():
+    rules = fp4.Rules([("head", fp4.HIGH_PRECISION), (r"block\d/mlp", A), (r"block1/.*", B), ("", B)])
+    with fp4.autocast(rules):
+        assert at("head") is None and at("block1/mlp") == A and at("block1/qkv") == at("") == B
+        assert at("heads") is at("a/head") is at("block12/mlp") is at("block2/mlp/up") is None  # re.match would
+        assert at("head", A) == A and at("block1/mlp", fp4.HIGH_PRECISION) is None  # the layer comes first
+
+
+@pytest.mark.core
+def test_where_no_rule_matches_the_context_around_the_rules_does():
+    inner, outer = fp4.Rules([("a", A)]), fp4.Rules([("a|b", B), ("c", fp4.HIGH_PRECISION)])
+    made_outside = fp4.autocast(outer)
+    with fp4.autocast(A), made_outside:
+        assert (at("a"), at("b"), at("c"), at("d")) == (B, B, None, A)
+        with fp4.autocast(inner):
+            assert (at("a"), at("b"), at("c"), at("d")) == (A, B, None, A)
+            with fp4.autocast(B):
+                assert at("a") == at("c") == B
+            with fp4.autocast(None):
+                assert at("a") is None
+                with fp4.autocast(inner):
+                    assert (at("a"), at("d")) == (A, None)
+        with fp4.autocast(fp4.HIGH_PRECISION), fp4.autocast(inner):
+            assert (at("a"), at("b")) == (A, None)
+        assert (at("a"), at("d")) == (B, A)
+
+
+def test_what_decided_is_said():
+    rules = fp4.Rules([("a", A), ("b", fp4.HIGH_PRECISION)])
+    with fp4.autocast(rules), _record.layer("a"):
+        assert chosen_by("Dense", None) == "rule 'a' = NVFP4BlockScaling"
+        assert chosen_by("Dense", A) == "recipe=NVFP4BlockScaling"
+    with fp4.autocast(B), fp4.autocast(rules):
+        with _record.layer("b"):
+            assert chosen_by("Dense", None) == "rule 'b' = HIGH_PRECISION"
+        with _record.layer("c"):
+            assert chosen_by("Dense", None) == "autocast(NVFP4BlockScaling)"
+    with fp4.autocast(rules), _record.layer("c"):
+        assert "no rule matches" in chosen_by("Dense", None)
+
+
+@pytest.mark.core
+def test_a_function_knows_no_path():
+    x, w = jnp.ones((2, 16)), jnp.ones((16, 8))
+    with fp4.autocast(fp4.Rules([(".*", A)])):
+        with pytest.raises(
+            ValueError, match=r"dense: recipe is None under autocast\(Rules\).*quantize_model.* recipe="
+        ):
+            fp4.dense(x, w)
+        assert fp4.dense(x, w, recipe=A).shape == (2, 8)
+        with fp4.autocast(A):
+            assert fp4.dense(x, w).shape == (2, 8)
+
+
+def test_rules_are_values():
+    pairs = [("a", A), ["b", fp4.HIGH_PRECISION]]
+    rules = fp4.Rules(pairs)
+    pairs.clear()
+    assert rules == fp4.Rules((("a", A), ("b", fp4.HIGH_PRECISION))) != fp4.Rules([("a", A)])
+    assert hash(rules) == hash(pickle.loads(pickle.dumps(rules))) and rules == copy.deepcopy(rules)
+    with pytest.raises(AttributeError):
+        rules.rules = ()
+
+
+@pytest.mark.core
+def test_rules_are_part_of_the_cache_key():
+    traces = []
+
+    @jax.jit
+    def f(x):
+        traces.append(at("a"))
+        return x
+
+    for context in (fp4.Rules([("a", A)]), fp4.Rules([("a", B)]), None, A, fp4.Rules([("a", A)])):
+        with fp4.autocast(context):
+            f(1.0)
+    assert traces == [A, B, None, A]  # the fifth is the first
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "says"),
+    [
+        ([], ValueError, "rules is empty"),
+        ("a", TypeError, "rules is 'a'; needs pairs"),
+        (A, TypeError, "rules is NVFP4BlockScaling"),
+        ([A], TypeError, "rule 1 is NVFP4BlockScaling"),
+        ([("a", A), ("b",)], TypeError, r"rule 2 is \('b',\)"),
+        ([(1, A)], TypeError, "rule 1 is "),
+        ({"ab": A}, TypeError, "rule 1 is 'ab'"),
+        ([("a", A), ("*", B)], ValueError, r"rule 2 is '\*'; needs a regular expression because of nothing to repeat"),
+        ([("a", None)], TypeError, "the recipe of rule 1 is None"),
+        ([("a", A), ("a", B)], ValueError, "rule 2 is 'a', as is rule 1"),
+    ],
+)
+def test_bad_rules(rules, error, says):
+    with pytest.raises(error, match=says) as caught:
+        fp4.Rules(rules)
+    assert "; needs " in str(caught.value) and " Try " in str(caught.value)
+
+
+def test_rules_are_no_recipe_of_a_layer():
+    rules = fp4.Rules([("a", A)])
+    for use in (lambda: resolve("dense", rules), lambda: fp4.Rules([("b", rules)])):
+        with pytest.raises(TypeError, match=r"is Rules; .*autocast\(rules\)"):
+            use()
+
+
+def test_a_file_of_rules(tmp_path):
+    path = tmp_path / "rules.txt"
+    path.write_text(
+        "# a comment\n\nhead = HIGH_PRECISION\n"
+        "(?=b)b.*/a=b   =  NVFP4BlockScaling('unquant', four_over_six=\"all\", four_over_six_bound = 448)\n"
+        "  .* = NVFP4BlockScaling(random_hadamard_transform=None, stochastic_rounding=False)\n"
+    )
+    recipes = R("unquant", four_over_six="all", four_over_six_bound=448), R(stochastic_rounding=False)
+    want = fp4.Rules([("head", fp4.HIGH_PRECISION), ("(?=b)b.*/a=b", recipes[0]), (".*", recipes[1])])
+    assert fp4.Rules.from_file(path) == fp4.Rules.from_file(str(path)) == want
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("head", "'head'; needs expression = recipe"),
+        ("head=HIGH_PRECISION", "needs expression = recipe"),
+        ("= HIGH_PRECISION", "needs expression = recipe"),
+        ("head =", "needs expression = recipe"),
+        ("head = NVFP4", r"'NVFP4'; needs one of .*Try NVFP4BlockScaling\(\)"),
+        ("head = NVFP4BlockScaling", r"Try NVFP4BlockScaling\(\)"),
+        ("head = NVFP4BlockScaling(", "it says: "),
+        ("head = NVFP4BlockScaling(mode='unquant')", "it says: .*'mode'"),
+        ("head = NVFP4BlockScaling('exact')", "it says: .*backward_mode is 'exact'"),
+        ("head = NVFP4BlockScaling(open('x'))", "it says: malformed"),
+        ("head = NVFP4BlockScaling(**{'backward_mode': 'unquant'})", r"it says: .*'\*\*'"),
+        ("head = print('x')", "needs one of"),
+        ("he(ad = HIGH_PRECISION", r"'he\(ad'; needs a regular expression"),
+        ("a = HIGH_PRECISION", "'a', as in line 2"),
+    ],
+)
+def test_a_malformed_line_is_named(line, says, tmp_path):
+    path = tmp_path / "rules.txt"
+    path.write_text(f"# first\na = HIGH_PRECISION\n\n{line}\n")
+    with pytest.raises(ValueError, match=f"rules.txt, line 4 is .*{says}") as caught:
+        fp4.Rules.from_file(path)
+    assert "; needs " in str(caught.value) and " Try " in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    path = tmp_path / "rules.txt"
+    path.write_bytes(b"\xef\xbb\xbfa = HIGH_PRECISION\n")
+    assert fp4.Rules.from_file(path) == fp4.Rules([("a", fp4.HIGH_PRECISION)])
+    path.write_bytes(b"a = HIGH_PRECISION\n\xff = HIGH_PRECISION\n")
+    with pytest.raises(ValueError, match=r"rules.txt, line 2 is .*; needs UTF-8 .* Try "):
+        fp4.Rules.from_file(path)
+
+
+def test_a_file_without_rules(tmp_path):
+    path = tmp_path / "rules.txt"
+    path.write_text("# none\n\n")
+    with pytest.raises(ValueError, match=r"rules.txt is without a rule; .* Try .*NVFP4BlockScaling\(\)"):
+        fp4.Rules.from_file(path)
+    with pytest.raises(FileNotFoundError):
+        fp4.Rules.from_file(tmp_path / "absent")

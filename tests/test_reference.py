@@ -771,14 +771,14 @@ def test_what_keeps_xla_from_changing_bits(compiled):
         "a*b + c": lambda a, b, c: reference.pinned(a * b) + c,
         "c - a*b": lambda a, b, c: c - reference.pinned(a * b),
         "sum of squares": lambda a, b, c: sum(reference.pinned(v * v) for v in (a, b, c)),
-        "a/6": lambda a, b, c: reference._divided(a, 6),
-        "a/1536 - c": lambda a, b, c: reference._divided(a, 1536) - c,
+        "a/6": lambda a, b, c: reference.divided(a, 6),
+        "a/1536 - c": lambda a, b, c: reference.divided(a, 1536) - c,
         "(a * 3.3) / 2688": lambda a, b, c: reference.pinned(a * F32(3.3)) * (F32(1) / F32(2688)),
     }
     for what, function in guarded.items():
         assert_same(compiled(function)(*map(jnp.asarray, (a, b, c))), function(a, b, c), what)
     for dtype in ("bfloat16", "float16"):
-        rounded = compiled(lambda a: reference._rounded(a * F32(1e-4), dtype) * F32(3))(jnp.asarray(a))  # noqa: B023
+        rounded = compiled(lambda a: reference.rounded(a * F32(1e-4), dtype) * F32(3))(jnp.asarray(a))  # noqa: B023
         assert_same(rounded, (a * F32(1e-4)).astype(dtype).astype(F32) * F32(3), dtype)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_fp4 as fp4
+from jax_fp4 import _record
 
 X, W = jnp.ones((32, 64), jnp.bfloat16), jnp.ones((64, 20))
 KEY = jax.random.key(0)
@@ -80,3 +81,48 @@ def test_every_thread_traces_again():
     with concurrent.futures.ThreadPoolExecutor(1) as other:
         assert len(fp4.report(step, X, W).rows) == 1
         assert len(other.submit(fp4.report, step, X, W).result().rows) == 1
+
+
+def rules_of(*patterns):
+    return fp4.Rules([(pattern, fp4.NVFP4BlockScaling("unquant")) for pattern in patterns])
+
+
+def named(path):
+    """A layer without a framework."""
+
+    def call(x, w):
+        with _record.layer(path):
+            return fp4.dense(x, w)
+
+    return call
+
+
+def test_what_chose_the_recipe():
+    (row,) = fp4.report(loss(fp4.NVFP4BlockScaling("unquant")), X, W).rows
+    assert row.chosen_by == "recipe=NVFP4BlockScaling" and "rule" not in row.note
+    with fp4.autocast(rules_of("a")):
+        (row,) = fp4.report(named("a"), X, W).rows
+        assert row.layer == "a" and row.chosen_by == "rule 'a' = NVFP4BlockScaling" and row.chosen_by in row.note
+
+
+@pytest.mark.core
+def test_rules_that_match_nothing_are_warned_of():
+    step = jax.jit(named("a"))
+    with fp4.autocast(rules_of("a")):
+        step(X, W)
+
+    def inside(x, w):
+        with fp4.autocast(rules_of("a", "b")):
+            return step(x, w) + step(x, w)
+
+    with fp4.autocast(rules_of("c", ".*")), pytest.warns(UserWarning, match="matched no layer") as caught:
+        report = fp4.report(inside, X, W)
+    assert report.unmatched == ("c", "b")
+    assert [str(each.message).split(";")[0] for each in caught] == [
+        "the rule 'c' matched no layer",
+        "the rule 'b' matched no layer",
+    ]
+    assert all(each.filename == __file__ for each in caught)
+    assert "the rule 'c' matched no layer; it needs to match a whole path" in str(report)
+    with fp4.autocast(rules_of("a")):
+        assert fp4.report(step, X, W).unmatched == ()  # and no warning, which would be an error here

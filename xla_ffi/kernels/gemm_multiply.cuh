@@ -91,6 +91,8 @@ struct GemmShape {
   static constexpr int kPlanAt = kBarriersAt + 16 * stages + kQueueBytes;
   static constexpr int kBytes = kPlanAt + 8 * (kMostGroups + 2);  // of shared memory
   static_assert(kBytes <= 227 * 1024, "a thread block has so much");
+  static_assert(sharers == 1 || (sharers == groups && chunks % sharers == 0), "all or none");
+  static_assert(round % 16 == 0 && (round < 32 || round % 32 == 0), "pairs of matrices, boxes");
   static_assert(kFew + groups * kMany <= 65536 / kThreads / 8 * 8 * (1 + groups), "registers");
 };
 
@@ -199,22 +201,21 @@ __device__ __forceinline__ void release(const Ring& ring, int stage, int lane) {
 
 // Where a lane's part of a stage begins: codes and scales, in lines of columns, swizzled where they
 // are of 128 bytes; and the rows of the warpgroup's chunks.
-struct LanePlaces {
+struct LaneOffsets {
   uint32_t codes, scales, rows;
 
   template <class S>
-  __device__ __forceinline__ static LanePlaces of(int warpgroup) {
+  __device__ __forceinline__ static LaneOffsets of(int warpgroup) {
     const int lane = threadIdx.x % 32, t = lane % 4;
     const int column = warpgroup / S::kSharers * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
     const int chunk = warpgroup % S::kSharers * S::kOwnChunks;
     const int swizzle = S::kChunks == 4 ? column % 8 << 4 : 0;
-    LanePlaces places = {
-        static_cast<uint32_t>(S::kColumnsAt + column * 32 * S::kChunks +
-                              ((chunk * 32 + t * 8) ^ swizzle)),
-        static_cast<uint32_t>(S::kScalesAt + (column * S::kChunks + chunk) * 4 + t),
-        S::kSharers > 1 ? __shfl_sync(~0u, chunk * S::kRowBytes, 0) : 0u};
-    asm volatile("" : "+r"(places.codes), "+r"(places.scales));  // else computed for every load
-    return places;
+    LaneOffsets at = {static_cast<uint32_t>(S::kColumnsAt + column * 32 * S::kChunks +
+                                            ((chunk * 32 + t * 8) ^ swizzle)),
+                      static_cast<uint32_t>(S::kScalesAt + (column * S::kChunks + chunk) * 4 + t),
+                      S::kSharers > 1 ? __shfl_sync(~0u, chunk * S::kRowBytes, 0) : 0u};
+    asm volatile("" : "+r"(at.codes), "+r"(at.scales));  // else computed for every load
+    return at;
   }
 };
 
@@ -250,20 +251,21 @@ struct LaneBlocks {
 
 // sums += kRows rows times columns that are decoded on the way, a part of a chunk at a time, while
 // the products of the one before are under way and the codes after it are loaded. Products of few
-// rows are short: a part is the whole chunk then, else a half.
+// rows are short: a part is the whole chunk then, if the next one has registers of its own, else a
+// half.
 template <class S, int kRows>
 __device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile& tile,
                                                 int warpgroup, Ring& ring, float* sums) {
   const int lane = threadIdx.x % 32;
-  const LanePlaces places = LanePlaces::of<S>(warpgroup);
+  const LaneOffsets at = LaneOffsets::of<S>(warpgroup);
   constexpr int kParts = kRows <= 16 && S::kOwnChunks > 1 ? 1 : 2;
   constexpr int kSteps = kContractedTile / kStep / kParts;
   uint32_t a[2][4 * kSteps];
   int before = -1;  // the stage that is to be released
   LaneBlocks blocks[2];
   const auto load = [&](uint32_t stage, int chunk) {
-    blocks[chunk % 2].load<S>(stage + places.codes, stage + places.scales,
-                              ring.memory + S::kTableAt, chunk);
+    blocks[chunk % 2].load<S>(stage + at.codes, stage + at.scales, ring.memory + S::kTableAt,
+                              chunk);
   };
   wait(ring.full + 8 * ring.stage, ring.parity);
   load(ring.stage_memory<S>(), 0);
@@ -273,7 +275,7 @@ __device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile
     const uint32_t stage = __shfl_sync(~0u, ring.stage_memory<S>(), 0);  // in a uniform register
 #pragma unroll
     for (int chunk = 0; chunk < S::kOwnChunks; ++chunk) {
-      const uint32_t rows = describe(stage + places.rows + chunk * S::kRowBytes);
+      const uint32_t rows = describe(stage + at.rows + chunk * S::kRowBytes);
       const bool last = chunk + 1 == S::kOwnChunks;
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -302,7 +304,7 @@ __device__ __forceinline__ void multiply_packed(const GemmTask& task, const Tile
     before = now;
   } while ((left -= S::kChunks * kContractedTile) > 0);
   wgmma_finish<Wgmma<kRows>::kSums>(sums);
-  if (before >= 0) release(ring, before, lane);
+  release(ring, before, lane);
 }
 
 // The places of 8 rows and a chunk: what one matrix of eight lines needs of them for four steps.
@@ -320,16 +322,16 @@ template <class S>
 __device__ __forceinline__ void multiply_few(const GemmTask& task, const Tile& tile, int warpgroup,
                                              Ring& ring, float* sums) {
   const int lane = threadIdx.x % 32;
-  const LanePlaces places = LanePlaces::of<S>(warpgroup);
+  const LaneOffsets at = LaneOffsets::of<S>(warpgroup);
   LaneBlocks blocks[2];
   uint32_t b[2][8];
   for (int left = tile.length; left > 0; left -= S::kChunks * kContractedTile, ring.advance<S>()) {
     wait(ring.full + 8 * ring.stage, ring.parity);
     const uint32_t stage = __shfl_sync(~0u, ring.stage_memory<S>(), 0);  // in a uniform register
     const auto load = [&](int chunk) {
-      blocks[chunk % 2].load<S>(stage + places.codes, stage + places.scales,
-                                ring.memory + S::kTableAt, chunk);
-      load_rows(stage + places.rows + chunk * S::kRowBytes, lane, b[chunk % 2]);
+      blocks[chunk % 2].load<S>(stage + at.codes, stage + at.scales, ring.memory + S::kTableAt,
+                                chunk);
+      load_rows(stage + at.rows + chunk * S::kRowBytes, lane, b[chunk % 2]);
     };
     load(0);
 #pragma unroll
@@ -349,7 +351,6 @@ __device__ __forceinline__ void multiply_few(const GemmTask& task, const Tile& t
 // The sums of all warpgroups that share columns, in their order, to the first of them.
 template <class S, int kSums>
 __device__ __forceinline__ void gather_sums(float* sums, int warpgroup, uint32_t memory) {
-  static_assert(S::kSharers == S::kGroups, "one set of columns");
   constexpr int kPart = kSums * 4 * kGroupThreads;
   const uint32_t from = memory + S::kSharedAt + threadIdx.x % kGroupThreads * 16;
   meet(S::kGroups + 1, S::kGroups * kGroupThreads);  // the sums before have been read
@@ -424,7 +425,7 @@ __device__ __forceinline__ void multiply_shared(const Tile& tile, int warpgroup,
     ring.advance<S>();
   } while ((left -= kContractedTile) > 0);
   wgmma_finish<Wgmma<kRows>::kSums>(sums);
-  if (before >= 0) release(ring, before, threadIdx.x % 32);
+  release(ring, before, threadIdx.x % 32);
 }
 
 }  // namespace

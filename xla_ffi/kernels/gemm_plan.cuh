@@ -12,7 +12,7 @@ namespace {  // of the one kernel file that includes it
 
 constexpr int kGroupThreads = 128;  // of a warpgroup
 
-// What the kernel gets beside its two maps. "Rows" and "columns" are those of the result.
+// What the kernel gets beside its maps. "Rows" and "columns" are those of the result.
 struct GemmTask {
   int32_t m, rows, columns, contracted, groups;  // rows, contracted: of a group where it is fixed
   bool padded;                                   // groups of a contraction begin at blocks of 16

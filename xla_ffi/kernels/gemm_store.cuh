@@ -73,12 +73,12 @@ struct Finish {
   }
 };
 
-// Rows of a stage [.., 64] to the result, those from `row` on, by threads: `columns` of them exist.
+// Rows of a stage [.., 64] to the result, from the first on, by threads; `columns` of them exist.
 template <class Word>
-__device__ __forceinline__ void copy_rows(uint32_t stage, int row, int rows, int columns,
+__device__ __forceinline__ void copy_rows(uint32_t stage, int first, int rows, int columns,
                                           const GemmTask& task, Word* out) {
   const bool whole = task.columns % 8 == 0;  // so that eight columns are stored or none
-  for (int i = row * 8 + threadIdx.x % kGroupThreads; i < rows * 8; i += kGroupThreads) {
+  for (int i = first * 8 + threadIdx.x % kGroupThreads; i < rows * 8; i += kGroupThreads) {
     const int row = i / 8, piece = i % 8;
     if (piece * 8 >= columns) continue;
     const uint4 v = load_pieces(stage + row * 128 + ((piece ^ (row % 8)) << 4));

@@ -1,7 +1,7 @@
 // The products of grouped_gemm.h on Hopper. The columns of the result are the 64-wide side of a
 // warpgroup product, so that packed weights, decoded in registers, can be that operand; its rows
 // are the other side, of any multiple of eight. One thread block a multiprocessor, in which tiles
-// follow one another without a gap but for the stores.
+// follow one another without a gap but for the stores that threads make.
 #include "device.h"
 #include "gemm_multiply.cuh"
 #include "gemm_store.cuh"
@@ -242,14 +242,16 @@ Operand out_operand(const GemmProblem& p) {
   return {p.out, false, p.n, p.m, 1, 64, kOutBoxRows};
 }
 
-// There is none of a result that threads store: of float32, or whose rows are not whole vectors.
+// There is none of a result that threads store: of few rows, of float32, or whose rows are not
+// whole vectors.
 template <class S>
 cudaError_t make_maps(const GemmProblem& p, Maps& maps) {
   EncodeTiled encode = nullptr;
   cudaError_t error = find_encode(encode);
   if (error == cudaSuccess) error = make_map(encode, columns_operand<S>(p), maps.columns);
   if (error == cudaSuccess) error = make_map(encode, rows_operand<S>(p), maps.rows);
-  if (error == cudaSuccess && p.out_dtype != DType::kF32 && p.n % 8 == 0)
+  if (error == cudaSuccess && S::kRoundRows >= kOutBoxRows && p.out_dtype != DType::kF32 &&
+      p.n % 8 == 0)
     error = make_map(encode, out_operand<S>(p), maps.out);
   return error;
 }

@@ -1,5 +1,5 @@
-// Copies of whole tiles from global to shared memory by sm_90's copy engine, and the barriers on
-// which they arrive.
+// Copies of whole tiles between global and shared memory by sm_90's copy engine, and the barriers
+// on which they arrive.
 #ifndef JAX_FP4_XLA_FFI_KERNELS_TMA_CUH_
 #define JAX_FP4_XLA_FFI_KERNELS_TMA_CUH_
 

@@ -1,0 +1,188 @@
+"""quantize and dequantize of the 8-bit formats: check the arguments, call the specification, which is all there is."""
+
+import functools
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Literal, assert_never
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jax_fp4 import _record, reference_fp8
+from jax_fp4._arguments import IMPLEMENTATIONS, Implementation, Tensor, compute_dtype
+from jax_fp4._array import QuantizedTensor
+from jax_fp4._errors import UnsupportedError, is_strict, message
+from jax_fp4._formats import FLOAT8_BLOCKS, FLOAT8_FORMATS, Float8Quantization, padded, stored
+from jax_fp4._lowering import undifferentiable
+from jax_fp4._recipe import check_choice
+
+Axes = tuple[Literal[-1, 0], ...]
+
+
+def quantize(
+    op: str, x, format: str, axes: Axes, block, *, only_nvfp4: dict, power_of_two, eps, amax, scale, group_sizes,
+    batch_dims, dtype, implementation: Implementation,
+) -> tuple[QuantizedTensor, ...]:  # fmt: skip
+    """x in an 8-bit format along each of the axes, an independent quantization of x each.
+
+    only_nvfp4: the flags that this format does not have, by name; any that is set is an error.
+    """
+    _refuse_foreign(op, format, only_nvfp4, group_sizes)
+    q = _quantization(op, x, format, block, power_of_two, eps, amax, scale, dtype)
+    tensor = Tensor.of(op, x, batch_dims, None, implementation)
+    given = [
+        _per_tensor(op, name, value, tensor, positive=name == "scale")
+        for name, value in (("amax", amax), ("scale", scale))
+    ]
+    results = []
+    for axis in axes:
+        run = _specification("quantize", op, format, implementation, is_strict(), q=replace(q, axis=axis))
+        results.append(_packed(run(tensor.x, *given), tensor, format, replace(q, axis=axis)))
+    _note(op, tensor, q, axes)
+    return tuple(results)
+
+
+def dequantize(q: QuantizedTensor, dtype: np.dtype, implementation: Implementation):
+    """The values of q, an array of q.shape: code times scale, one rounding to dtype."""
+    op, batch = "dequantize", ()
+    tiles = q.block is not None and q.block[0] > 1
+    if q.block is None:
+        batch = q.block_scale.shape
+    elif tiles:
+        batch = q.block_scale.shape[:-2]
+    rows = math.prod(q.codes.shape[len(batch) : -1])
+    codes = q.codes.reshape(*batch, rows, q.codes.shape[-1])
+    scale = q.block_scale
+    if q.block is not None and not tiles:
+        scale = scale.reshape(rows, scale.shape[-1])
+    tile = q.block[0] if q.block is not None else 1
+    run = _specification(op, op, q.format, implementation, is_strict(), tile=tile, extent=q.extent, dtype=dtype)
+    values = run(codes, scale).reshape(*q.codes.shape[:-1], q.extent)
+    return values.swapaxes(-1, -2) if q.axis == 0 else values
+
+
+# --- arguments ---
+
+
+def _refuse_foreign(op: str, format: str, flags: dict, group_sizes) -> None:
+    """Errors for what the 8-bit formats do not have, and for what this version of them does not."""
+    for name, value in flags.items():
+        if value is not None and value is not False:
+            why, shown = "only NVFP4 has it", f"given beside format='{format}'"
+            raise ValueError(message(op, name, shown, "format='nvfp4'", why, f"a call without {name}"))
+    if group_sizes is not None:
+        shown, why = f"given beside format='{format}'", "this version groups rows in that format only"
+        raise UnsupportedError(message(op, "group_sizes", shown, "format='nvfp4'", why, "jax.vmap over equal groups"))
+
+
+def _quantization(op: str, x, format: str, block, power_of_two, eps, amax, scale, dtype) -> Float8Quantization:
+    """Every flag of the call, checked one by one and in pairs. The axis is set later."""
+    scaling, codes = FLOAT8_FORMATS[format]
+    length = FLOAT8_BLOCKS.get(scaling)
+    blocks = (None,) if length is None else (None, (1, length), (length, length))
+    check_choice(op, "block", block, blocks, f"these share a scale in {format}, and None is the first of them")
+    check_choice(op, "power_of_two", power_of_two, (None, False, True), "it is a switch, None the format's default")
+    if isinstance(eps, bool) or not isinstance(eps, float | int) or not 0 <= eps < math.inf:
+        raise ValueError(message(op, "eps", repr(eps), "a finite number >= 0", "it is the least amax", "eps=0.0"))
+    if scaling == "mxfp8" and (power_of_two is not None or eps):
+        name, shown = ("eps", eps) if power_of_two is None else ("power_of_two", power_of_two)
+        why = "E8M0 scales are powers of two, and follow from the block alone"
+        raise ValueError(message(op, name, f"{shown} with format='{format}'", "a float32 scale", why, f"no {name}"))
+    if scaling != "float8" and not (amax is None and scale is None):
+        name = "scale" if amax is None else "amax"
+        why = "here every block has its own scale"
+        raise ValueError(message(op, name, f"given beside format='{format}'", "one scale a tensor", why, "'float8'"))
+    if scale is not None and not (amax is None and power_of_two is None and not eps):
+        why = "amax, power_of_two and eps make the scale that is given here"
+        raise ValueError(message(op, "scale", "together with one of them", "neither of the three", why, "scale=None"))
+    return Float8Quantization(
+        scaling=scaling,
+        codes=codes,
+        tile=1 if block is None else block[0],
+        power_of_two=scaling == "float8_block" if power_of_two is None else power_of_two,
+        eps=float(eps),
+        compute_dtype=compute_dtype(op, x, dtype),
+    )
+
+
+def _per_tensor(op: str, name: str, value, tensor: Tensor, *, positive: bool):
+    """A given amax or scale: float32, one for the tensor or each batch entry; checked where its values are known."""
+    if value is None:
+        return None
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        value = np.float32(value)
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype != np.float32 or shape != tensor.batch:
+        shown = f"{dtype} {shape}" if dtype is not None else f"a {type(value).__name__}"
+        why = "there is one for the tensor, or for each batch entry"
+        raise ValueError(message(op, name, shown, f"float32 {tensor.batch}", why, f"{name}=None"))
+    if not isinstance(value, Tracer):
+        known = np.asarray(value)
+        if np.any(known < 0) or (positive and not np.all((known > 0) & np.isfinite(known))):
+            need, why = (
+                ("positive finite values", "x is multiplied by it") if positive else ("values >= 0", "it is |x|")
+            )
+            raise ValueError(message(op, name, str(known), need, why, f"{name}=None"))
+    return (np if isinstance(tensor.x, np.ndarray) else jnp).asarray(value)
+
+
+# --- calling ---
+
+
+def _packed(arrays, tensor: Tensor, format: str, q: Float8Quantization) -> QuantizedTensor:
+    codes, scale, amax = arrays
+    rows, block = tensor.rows(q.axis), FLOAT8_BLOCKS.get(q.scaling)
+    by_row = block is not None and (q.tile == 1 or q.scaling == "mxfp8")
+    return QuantizedTensor(
+        codes=codes.reshape(*rows, codes.shape[-1]),
+        block_scale=scale.reshape(*rows, scale.shape[-1]) if by_row else scale,
+        amax=amax,
+        format=format,
+        axis=q.axis,
+        extent=stored(tensor.x.shape, q.axis)[1],
+        dtype=jnp.dtype(q.compute_dtype),
+        block=None if block is None else (q.tile, block),
+    )
+
+
+@functools.cache
+def _specification(name: str, op: str, format: str, implementation: Implementation, strict: bool, **static):
+    """The function of `reference_fp8`, which alone knows these formats; whatever asks for a handler is refused.
+
+    Cached, so that eager calls find their compiled program. On NumPy arrays implementation="reference" runs in NumPy.
+    """
+    check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
+    specification = partial(getattr(reference_fp8, name), **static)
+
+    def function(*arguments):
+        with jax.numpy_rank_promotion("allow"):  # the specification broadcasts as NumPy does, whatever the user forbids
+            return specification(*arguments)
+
+    compiled = jax.jit(undifferentiable(op, function), inline=True)
+    match implementation:
+        case "reference":
+            return lambda x, *rest: (function if isinstance(x, np.ndarray) else compiled)(x, *rest)
+        case "cpu" | "cuda":
+            why = f"{format} has no kernel in this version"
+            raise UnsupportedError(
+                message(op, "implementation", repr(implementation), "'reference'", why, "implementation=None")
+            )
+        case None if strict:
+            why, fix = "it has no kernel and strict() forbids the reference", "implementation='reference'"
+            raise UnsupportedError(message(op, "format", repr(format), "a format with a kernel", why, fix))
+        case None:
+            return compiled
+        case _:
+            assert_never(implementation)
+
+
+def _note(op: str, tensor: Tensor, q: Float8Quantization, axes: Axes) -> None:
+    """Record the call and the zeros that round its blocked extents up."""
+    padding = 0
+    for axis in axes:
+        rows, extent = stored(tensor.x.shape, axis)
+        padding += math.prod(tensor.batch) * rows * (padded(extent, q.block) - extent)
+    _record.record(_record.CallEvent(_record.path(), op, tensor.x.shape, "reference", padding))

@@ -1,0 +1,252 @@
+"""quantize, quantize_transpose and dequantize of the 8-bit formats: against their specification, and the arguments."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import jax_fp4 as fp4
+from jax_fp4 import reference_fp8
+from jax_fp4._formats import FLOAT8_BLOCKS, FLOAT8_FORMATS, Float8Quantization, padded
+from jax_fp4._record import CallEvent, recording
+
+KEY = jax.random.key(3)
+E4M3, E5M2, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu
+VARIANTS = {
+    f"{name}{' tiles' if tiles else ''}": (name, (length, length) if tiles else None)
+    for name, (scaling, _) in FLOAT8_FORMATS.items()
+    for length in (FLOAT8_BLOCKS.get(scaling),)
+    for tiles in (False, True)
+    if length or not tiles
+}
+every_variant = pytest.mark.parametrize(("format", "block"), VARIANTS.values(), ids=VARIANTS)
+both_axes = pytest.mark.parametrize("axis", [-1, 0])
+
+
+def bits(a):
+    a = np.asarray(a)
+    return a.view(f"u{a.dtype.itemsize}")
+
+
+def assert_same(got: fp4.QuantizedTensor, want: fp4.QuantizedTensor):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(bits(a), bits(b), strict=True)
+
+
+def static(format, block, axis, **flags):
+    scaling, codes = FLOAT8_FORMATS[format]
+    flags = dict(power_of_two=scaling == "float8_block") | flags
+    return Float8Quantization(scaling, codes, axis, 1 if block is None else block[0], **flags)
+
+
+@pytest.mark.core
+@every_variant
+@both_axes
+@pytest.mark.parametrize(
+    ("shape", "batch_dims"), [((5, 50), 0), ((2, 3, 200), 0), ((2, 20, 64), 1), ((64,), 0), ((0, 64), 0), ((3, 0), 0)]
+)
+def test_layout(format, block, axis, shape, batch_dims):
+    """The fields as `QuantizedTensor` says, the values those of the specification, in NumPy and jax."""
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    q = fp4.quantize(x, format, axis=axis, block=block, batch_dims=batch_dims, implementation="reference")
+    assert all(isinstance(leaf, np.ndarray | np.generic) for leaf in jax.tree.leaves(q))
+    for call in (
+        fp4.quantize,
+        jax.jit(fp4.quantize, static_argnums=1, static_argnames=("axis", "block", "batch_dims")),
+    ):
+        assert_same(call(jnp.asarray(x), format, axis=axis, block=block, batch_dims=batch_dims), q)
+
+    scaling, codes = FLOAT8_FORMATS[format]
+    batch = shape[:batch_dims]
+    matrix = x.reshape(*batch, -1 if x.size else int(np.prod(shape[batch_dims:-1])), shape[-1])
+    want = reference_fp8.quantize(matrix, None, None, static(format, block, axis))
+    rows = shape[:-1] if axis == -1 else (*batch, shape[-1])
+    extent = matrix.shape[-1 if axis == -1 else -2]
+    length = FLOAT8_BLOCKS.get(scaling, 1)
+    p, count = padded(extent, length), int(np.prod(rows[batch_dims:]))
+    scale_shape = {
+        "mxfp8": (*rows, p // 32),
+        "float8_block": (*rows, p // 128) if block is None else (*batch, padded(count, 128) // 128, p // 128),
+        "float8": batch,
+    }[scaling]
+    assert (q.codes.shape, q.codes.dtype) == ((*rows, p), E4M3 if codes == "e4m3" else E5M2)
+    assert (q.block_scale.shape, q.block_scale.dtype) == (scale_shape, E8M0 if scaling == "mxfp8" else np.float32)
+    assert (q.format, q.axis, q.extent, q.dtype) == (format, axis, extent, np.float32)
+    assert q.block == (None if length == 1 else block or (1, length))
+    np.testing.assert_array_equal(bits(q.codes).reshape(-1), bits(want[0]).reshape(-1))
+    np.testing.assert_array_equal(bits(q.block_scale).reshape(-1), bits(want[1]).reshape(-1))
+    assert (q.amax is None) == (scaling != "float8")
+    if scaling == "float8":
+        np.testing.assert_array_equal(q.amax, want[2], strict=True)
+    logical = shape if axis == -1 else matrix.shape
+    assert q.shape == logical
+    assert q.nbytes == q.codes.size + q.block_scale.nbytes + (0 if q.amax is None else q.amax.nbytes)
+
+
+@pytest.mark.core
+@every_variant
+@both_axes
+@pytest.mark.parametrize(("shape", "batch_dims"), [((5, 50), 0), ((2, 3, 200), 0), ((2, 140, 64), 1), ((64,), 0)])
+def test_dequantize(format, block, axis, shape, batch_dims):
+    """Of the logical shape, in the types asked for; near x; under jit, vmap and a transpose."""
+    x = jax.random.normal(KEY, shape, jnp.bfloat16)
+    q = fp4.quantize(x, format, axis=axis, block=block, batch_dims=batch_dims)
+    values = fp4.dequantize(q)
+    assert (values.shape, values.dtype) == (q.shape, jnp.bfloat16)
+    error = np.abs(np.asarray(values, np.float32) - np.asarray(x, np.float32).reshape(q.shape))
+    relative = 2.0 ** (-4 if "e5m2" not in format else -3)
+    assert (error <= relative * 1.1 * np.abs(np.asarray(x, np.float32)).reshape(q.shape) + 2e-3).all()
+    np.testing.assert_array_equal(fp4.dequantize(q, implementation="reference"), values)
+    exact = fp4.dequantize(jax.tree.map(np.asarray, q), jnp.float32, implementation="reference")
+    assert isinstance(exact, np.ndarray)
+    np.testing.assert_array_equal(fp4.dequantize(q, jnp.float32), exact)
+    if len(shape) > 1:
+        np.testing.assert_array_equal(fp4.dequantize(q.mT), jnp.swapaxes(values, -1, -2))
+    if batch_dims:
+        np.testing.assert_array_equal(jax.vmap(fp4.dequantize)(q), values)
+        assert_same(jax.vmap(lambda x: fp4.quantize(x, format, axis=axis, block=block))(x), q)
+
+
+@every_variant
+def test_quantize_transpose_is_both(format, block):
+    x = jax.random.normal(KEY, (3, 40, 130))
+    for got, axis in zip(fp4.quantize_transpose(x, format, block=block, batch_dims=1), (-1, 0), strict=True):
+        assert_same(got, fp4.quantize(x, format, axis=axis, block=block, batch_dims=1))
+
+
+def test_options_of_float32_scales():
+    x = jax.random.normal(KEY, (2, 130)) * 1e-3
+    for format in ("float8", "float8_block_e5m2"):
+        for flags in (dict(power_of_two=True), dict(power_of_two=False), dict(power_of_two=False, eps=0.5)):
+            q = fp4.quantize(x, format, **flags)
+            want = reference_fp8.quantize(np.asarray(x), None, None, static(format, None, -1, **flags))
+            np.testing.assert_array_equal(bits(q.codes), bits(want[0]))
+            np.testing.assert_array_equal(q.block_scale, want[1])
+
+
+def test_a_given_amax_or_scale():
+    """Current scaling under the maximum of all shards; delayed scaling under the scale of earlier steps."""
+    x = jnp.asarray([[1.0, -2.0, 4.0]])
+    q = fp4.quantize(x, "float8", amax=np.float32(2))
+    np.testing.assert_array_equal(np.asarray(q.codes, np.float32), [[224, -448, 448]])
+    assert (q.amax, q.block_scale) == (2, np.float32(1) / np.float32(224))
+    q = fp4.quantize(x, "float8", scale=jnp.float32(16))
+    np.testing.assert_array_equal(np.asarray(q.codes, np.float32), [[16, -32, 64]])
+    assert (q.amax, q.block_scale) == (4, 1 / 16)
+    np.testing.assert_array_equal(fp4.dequantize(q), x)
+    batch = fp4.quantize(jnp.stack([x, x]), "float8", scale=np.array([1, 2], np.float32), batch_dims=1)
+    np.testing.assert_array_equal(np.asarray(batch.codes[1], np.float32), [[2, -4, 8]])
+    np.testing.assert_array_equal(batch.amax, [4, 4])
+
+
+def test_the_call_is_recorded():
+    with recording() as events:
+        fp4.quantize_transpose(jnp.ones((2, 5, 50)), "mxfp8", batch_dims=1)
+    padding = 2 * (5 * (64 - 50) + 50 * (32 - 5))
+    assert events == [CallEvent("", "quantize_transpose", (2, 5, 50), "reference", padding)]
+
+
+def test_differentiation_is_refused():
+    """D4."""
+    f = lambda x: fp4.dequantize(fp4.quantize(x, "mxfp8")).sum()  # noqa: E731
+    with pytest.raises(fp4.UnsupportedError, match="quantize: x is differentiated"):
+        jax.grad(f)(jnp.ones((16, 16)))
+
+
+@every_variant
+def test_under_jit(format, block):
+    x = jax.random.normal(KEY, (40, 130))
+    row, column = jax.jit(lambda x: fp4.quantize_transpose(x, format, block=block))(x)
+    assert_same(row, fp4.quantize(x, format, block=block))
+    assert_same(column, fp4.quantize(x, format, axis=0, block=block))
+    np.testing.assert_array_equal(jax.jit(fp4.dequantize)(column), fp4.dequantize(column))
+
+
+def test_life_as_a_pytree():
+    q = fp4.quantize(jnp.ones((3, 24, 48)), "mxfp8", axis=0, batch_dims=1, block=(32, 32))
+    leaves, tree = jax.tree.flatten(q)
+    assert len(leaves) == 2 and jax.tree.unflatten(tree, leaves).block == (32, 32)
+    _, scanned = jax.lax.scan(lambda c, q: (c, fp4.dequantize(q)), 0, q)
+    np.testing.assert_array_equal(scanned, np.ones((3, 24, 48)))
+    assert "QuantizedTensor(mxfp8, axis=0, extent=24, dtype=float32, block=(32, 32)" in repr(q)
+    assert "QuantizedTensor(float8, axis=-1" in repr(fp4.quantize(jnp.ones((2, 2)), "float8"))
+
+
+def test_strict_and_named_implementations_are_refused():
+    x = jnp.ones((32, 32))
+    q = fp4.quantize(x, "mxfp8")
+    for call in (lambda **how: fp4.quantize(x, "mxfp8", **how), lambda **how: fp4.dequantize(q, **how)):
+        with fp4.strict():
+            with pytest.raises(fp4.UnsupportedError, match=r"quantize: format is 'mxfp8'; needs .*strict\(\) forbids"):
+                call()
+            call(implementation="reference")
+        for implementation in ("cpu", "cuda"):
+            with pytest.raises(
+                fp4.UnsupportedError, match=f"implementation is '{implementation}'; .*mxfp8 has no kernel"
+            ):
+                call(implementation=implementation)
+
+
+ONES = jnp.ones((16, 32))
+ONE = np.float32(1)
+MXFP8 = fp4.quantize(ONES, "mxfp8")
+
+
+def quantize(format, **flags):
+    return lambda: fp4.quantize(ONES, format, **flags)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (quantize("fp8"), ValueError, "format is 'fp8'; needs one of .*'mxfp8_e5m2'"),
+        (quantize("mxfp8", axis=1), ValueError, "axis is 1"),
+        (quantize("mxfp8", block=(1, 16)), ValueError, r"block is \(1, 16\); needs one of .*\(1, 32\), \(32, 32\)"),
+        (quantize("float8_block", block=(1, 32)), ValueError, r"block is \(1, 32\)"),
+        (quantize("float8", block=(1, 128)), ValueError, r"block is \(1, 128\); needs one of \(None,\)"),
+        (quantize("nvfp4", block=(1, 32)), ValueError, r"block is \(1, 32\)"),
+        (quantize("mxfp8", row_scaled=True), ValueError, "row_scaled is given beside format='mxfp8'"),
+        (quantize("float8", axis=0, hadamard=True), ValueError, "hadamard is given"),
+        (quantize("mxfp8", key=KEY), ValueError, "key is given"),
+        (quantize("mxfp8", four_over_six=fp4.FourOverSix()), ValueError, "four_over_six is given"),
+        (quantize("mxfp8", group_sizes=jnp.array([16])), fp4.UnsupportedError, "group_sizes is given"),
+        (quantize("mxfp8", amax=ONE), ValueError, "amax is given beside format='mxfp8'; needs one scale a tensor"),
+        (quantize("float8_block", scale=ONE), ValueError, "scale is given"),
+        (quantize("mxfp8", power_of_two=True), ValueError, "power_of_two is True with format='mxfp8'"),
+        (quantize("mxfp8", eps=1e-3), ValueError, "eps is 0.001 with format='mxfp8'"),
+        (quantize("float8", power_of_two=1), ValueError, "power_of_two is 1"),
+        (quantize("float8", eps=-1), ValueError, "eps is -1; needs a finite"),
+        (quantize("float8", eps=float("nan")), ValueError, "eps is nan"),
+        (quantize("float8", eps=True), ValueError, "eps is True"),
+        (quantize("float8", scale=ONE, amax=ONE), ValueError, "scale is together with one of them"),
+        (quantize("float8", scale=ONE, power_of_two=False), ValueError, "scale is together with"),
+        (quantize("float8", scale=np.float32(0)), ValueError, "scale is 0.0; needs positive finite"),
+        (quantize("float8", scale=np.float32(np.inf)), ValueError, "scale is inf"),
+        (quantize("float8", amax=np.float32(-1)), ValueError, "amax is -1.0; needs values >= 0"),
+        (quantize("float8", amax=np.ones(2, np.float32)), ValueError, r"amax is float32 \(2,\); needs float32 \(\)"),
+        (quantize("float8", scale="a"), ValueError, "scale is a str"),
+        (quantize("float8", batch_dims=2), ValueError, "batch_dims is 2"),
+        (quantize("float8", dtype=jnp.int8), TypeError, "dtype is int8"),
+        (quantize("float8", implementation="gpu"), ValueError, "implementation is 'gpu'"),
+        (quantize("nvfp4", power_of_two=True), ValueError, "power_of_two is given beside format='nvfp4'"),
+        (quantize("nvfp4", eps=1.0), ValueError, "eps is given"),
+        (quantize("nvfp4", scale=ONE), ValueError, "scale is given"),
+        (lambda: fp4.quantize([1.0], "mxfp8"), TypeError, "x is a list"),
+        (lambda: fp4.quantize_transpose(ONES, "float8", amax=(ONE, ONE)), ValueError, "amax is a tuple"),
+        (lambda: fp4.quantize_transpose(ONES, "mxfp8", hadamard=True), ValueError, "quantize_transpose: hadamard"),
+        (lambda: fp4.dequantize(MXFP8, jnp.int8), TypeError, "dtype is int8"),
+        (lambda: fp4.dequantize(dataclasses.replace(MXFP8, format="x")), ValueError, "q.format is 'x'"),
+        (lambda: fp4.matmul(MXFP8, fp4.quantize(ONES.T, axis=0)), ValueError, "lhs.format is 'mxfp8'"),
+        (lambda: fp4.dense(ONES, MXFP8.mT), ValueError, "format is 'mxfp8'"),
+    ],
+)  # fmt: skip
+def test_bad_input(call, error, says):
+    """E12: whatever has no meaning in a format names the argument and the fix."""
+    with pytest.raises(error, match=says) as caught:
+        call()
+    assert "; needs " in str(caught.value) and " Try " in str(caught.value)
