@@ -15,6 +15,8 @@ from jax_fp4._errors import UnsupportedError as UnsupportedError
 from jax_fp4._errors import strict as strict
 from jax_fp4._grouped_dense import grouped_dense as grouped_dense
 from jax_fp4._grouped_mlp import grouped_mlp as grouped_mlp
+from jax_fp4._layernorm_dense import layernorm_dense as layernorm_dense
+from jax_fp4._mlp import layernorm_mlp as layernorm_mlp
 from jax_fp4._moe import moe as moe
 from jax_fp4._ops import dequantize as dequantize
 from jax_fp4._ops import quantize as quantize

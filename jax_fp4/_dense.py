@@ -60,7 +60,13 @@ def dense(
     their parameters; db is always the sum of the unquantized dy. Nothing is computed or kept for an operand that
     nobody differentiates. Raises TypeError, ValueError or UnsupportedError for what is not described here.
     """
-    op = "dense"
+    return dense_as("dense", x, kernel, bias, recipe, key, state, preferred_element_type)
+
+
+def dense_as(
+    op: str, x: Any, kernel: Any, bias, recipe: RecipeChoice | None, key, state, preferred_element_type
+) -> Float[Array, "*b n"]:
+    """`dense`, known by the name `op` to errors and to the report."""
     chosen = resolve(op, recipe)
     check_x(op, x)
     k, n = shape = check_kernel(op, "kernel", kernel, f"x {x.shape}", x.shape[-1], grouped=False)
@@ -122,8 +128,7 @@ def _affine_bwd(static: Static, residuals: tuple[Residuals, Any, Any], dy):
     dx, dw, amax = _modes.gradients(narrow, kept, static.recipe, dtypes, group_sizes, scale)
     db = None
     if static.bias_dtype is not None:
-        sums = jnp.sum(dy, 0, dtype=jnp.float32) if group_sizes is None else sum_of_groups(dy, group_sizes)
-        db = sums.astype(static.bias_dtype)
+        db = sum_of_groups(dy, group_sizes).astype(static.bias_dtype)
     return dx, dw, db, None, None, seen_backward(state, static.recipe, amax)
 
 

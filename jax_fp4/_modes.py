@@ -125,8 +125,7 @@ def multiply(
     """y = x w + b, [m,n] = [m,k] @ [k,n], or for each group [m,n] = [m,k] @ [g,k,n]. Of two arrays in `compute`."""
     lhs, rhs = x.forward, kernel.forward
     if group_sizes is None:
-        rhs = rhs if isinstance(rhs, QuantizedTensor) else rhs.astype(compute)
-        return product(lhs, rhs, dtype, bias)
+        return product(lhs, _computed(rhs, compute), dtype, bias)
     return grouped_product(lhs, rhs, group_sizes, dtype, compute=compute, bias=bias, bias_weights=bias_weights)
 
 
@@ -212,8 +211,12 @@ def _backward_product(lhs, rhs, dtype, compute, group_sizes, *, weights: bool = 
     beside dy itself, which it meets in the compute dtype. weights: rhs is w."""
     if group_sizes is not None:
         return grouped_product(lhs, rhs, group_sizes, dtype, compute=compute, transposed=rhs.ndim == 3)
-    lhs, rhs = (a if isinstance(a, QuantizedTensor) else a.astype(compute) for a in (lhs, rhs))
-    return product(lhs, rhs, dtype, weights=weights)
+    return product(_computed(lhs, compute), _computed(rhs, compute), dtype, weights=weights)
+
+
+def _computed(operand: Any, compute) -> Any:
+    """An operand as a product takes it: arrays, master weights among them, in the compute dtype."""
+    return operand if isinstance(operand, QuantizedTensor) else operand.astype(compute)
 
 
 def is_frozen(kernel: Any) -> bool:

@@ -232,8 +232,11 @@ def _grouped_bwd(static: _Static, residuals, dy):
 _grouped.defvjp(_grouped_fwd, _grouped_bwd, symbolic_zeros=True)
 
 
-def sum_of_groups(x: Float[Array, "m n"], group_sizes) -> Float[Array, "g n"]:
-    """The float32 sum of the rows of each group. No product with zeros and ones: one group's NaN is not another's."""
+def sum_of_groups(x: Float[Array, "m n"], group_sizes) -> Float[Array, "g n"] | Float[Array, " n"]:
+    """The float32 sum of the rows of each group, or of all rows. No product with zeros and ones: one group's NaN is not
+    another's."""
+    if group_sizes is None:
+        return jnp.sum(x, 0, dtype=jnp.float32)
     group, groups = _groups.group_of_rows(group_sizes, x.shape[0]), group_sizes.shape[0]
     sums = jnp.zeros((groups, x.shape[1]), jnp.float32)
     return sums.at[group].add(x.astype(jnp.float32), mode="drop", indices_are_sorted=True)

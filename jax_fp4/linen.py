@@ -25,7 +25,10 @@ from jax_fp4._choosing import Rules, autocast, resolve
 from jax_fp4._dot_general import check_layer, increasing, layer_product, layer_recipe
 from jax_fp4._errors import message
 from jax_fp4._grouped_dense import grouped_dense
+from jax_fp4._layernorm_dense import layernorm_dense
+from jax_fp4._mlp import layernorm_mlp
 from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
+from jax_fp4._norm import has_norm_bias, norm_settings, scale_init_of
 from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, draws
 
 # Flax's own code. Without Flax's wrapper: ours runs already, a second one would capture intermediates twice.
@@ -105,6 +108,99 @@ class GroupedDense(nn.Module):
         with _record.layer("/".join(self.path)):
             key = _key(self, resolve("GroupedDense", self.recipe))
             return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
+
+
+@no_type_check
+class LayerNormDense(nn.Module):
+    """`jax_fp4.layernorm_dense` as a layer: a norm and the nn.Dense after it, x [..., k] -> y [..., features].
+
+    Parameters: scale [k], norm_bias [k] (use_norm_bias; None: where norm is "layernorm"), kernel [k, features] and bias
+    [features] (use_bias). Initial values are those of nn.LayerNorm (or nn.RMSNorm) and nn.Dense; a zero-centered scale
+    starts at 0. dtype is the compute dtype, as in nn.Dense; inputs are rounded to it before the norm, whose statistics
+    are float32. recipe: None takes autocast's, HIGH_PRECISION none. Draws from the stream "sr" where dy is rounded
+    stochastically. Raises TypeError for a wrong recipe when the layer is made, and what `layernorm_dense` raises.
+    """
+
+    features: int
+    norm: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_scale: bool = False
+    use_norm_bias: bool | None = None
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    scale_init: Any = None
+    norm_bias_init: Any = nn.initializers.zeros_init()
+    kernel_init: Any = nn.Dense.kernel_init
+    bias_init: Any = nn.initializers.zeros_init()
+    recipe: RecipeChoice | None = None
+
+    def __post_init__(self):
+        check_recipe("LayerNormDense", self.recipe)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs):
+        shape = (jnp.shape(inputs)[-1], self.features)
+        scale, norm_bias = _norm_parameters(self, shape[0])
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype) if self.use_bias else None
+        x = jnp.asarray(inputs, canonicalize_dtype(inputs, scale, norm_bias, kernel, bias, dtype=self.dtype))
+        with _record.layer("/".join(self.path)):
+            key = _key(self, resolve("LayerNormDense", self.recipe))
+            return layernorm_dense(
+                x, scale, norm_bias, kernel, bias, **norm_settings(self), recipe=self.recipe, key=key
+            )
+
+
+@no_type_check
+class LayerNormMLP(nn.Module):
+    """`jax_fp4.layernorm_mlp` as a layer: x [..., k] -> y [..., out_features], with `features` hidden units.
+
+    Parameters: scale and norm_bias as in `LayerNormDense`; w_in [k, 2 features] (gate columns first; no factor 2 where
+    the activation has no gate), w_out [features, out_features]; with use_bias b_in and b_out. out_features: None is k.
+    recipe: of both products, unless out_recipe is given for the second. The rest as in `LayerNormDense`. Raises
+    TypeError for a wrong recipe when the layer is made, and what `layernorm_mlp` raises.
+    """
+
+    features: int
+    out_features: int | None = None
+    activation: str | Activation = "swiglu"
+    norm: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_scale: bool = False
+    use_norm_bias: bool | None = None
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    scale_init: Any = None
+    norm_bias_init: Any = nn.initializers.zeros_init()
+    kernel_init: Any = nn.Dense.kernel_init
+    out_kernel_init: Any = nn.Dense.kernel_init
+    bias_init: Any = nn.initializers.zeros_init()
+    recipe: RecipeChoice | None = None
+    out_recipe: RecipeChoice | None = None
+
+    def __post_init__(self):
+        for name in ("recipe", "out_recipe"):
+            check_recipe("LayerNormMLP", getattr(self, name), name)
+        super().__post_init__()
+
+    @nn.compact
+    def __call__(self, inputs):
+        k = jnp.shape(inputs)[-1]
+        hidden = self.features * (2 if activation_of("LayerNormMLP", self.activation).gated else 1)
+        out = k if self.out_features is None else self.out_features
+        scale, norm_bias = _norm_parameters(self, k)
+        w_in = self.param("w_in", self.kernel_init, (k, hidden), self.param_dtype)
+        w_out = self.param("w_out", self.out_kernel_init, (self.features, out), self.param_dtype)
+        b_in = self.param("b_in", self.bias_init, (hidden,), self.param_dtype) if self.use_bias else None
+        b_out = self.param("b_out", self.bias_init, (out,), self.param_dtype) if self.use_bias else None
+        x = jnp.asarray(inputs, canonicalize_dtype(inputs, scale, norm_bias, w_in, dtype=self.dtype))
+        settings = norm_settings(self) | {n: getattr(self, n) for n in ("activation", "recipe", "out_recipe")}
+        with _record.layer("/".join(self.path)):
+            key = _key(self, drawing_recipe("LayerNormMLP", self.recipe, self.out_recipe))
+            return layernorm_mlp(x, scale, norm_bias, w_in, w_out, b_in=b_in, b_out=b_out, **settings, key=key)
 
 
 def _widened_kernel(*operands, dtype=None, inexact=True) -> list[Any]:
@@ -279,6 +375,13 @@ def _product(layer: Any, recipe: Recipe, operands, axis, batch_dims):
     promoted = layer.promote_dtype(*operands, dtype=layer.dtype)
     key = _key(layer, recipe)
     return layer_product(layer, operands, promoted, _promote_dtype, axis, batch_dims, key=key)
+
+
+def _norm_parameters(layer: Any, k: int):
+    """scale, and norm_bias or None."""
+    scale = layer.param("scale", scale_init_of(layer), (k,), layer.param_dtype)
+    has_bias = has_norm_bias(layer)
+    return scale, layer.param("norm_bias", layer.norm_bias_init, (k,), layer.param_dtype) if has_bias else None
 
 
 def _key(module: nn.Module, recipe: Recipe | None):

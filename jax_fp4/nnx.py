@@ -25,7 +25,10 @@ from jax_fp4._choosing import Rules, resolve
 from jax_fp4._dot_general import check_layer, layer_product, layer_recipe, refuse_out_sharding
 from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._grouped_dense import grouped_dense
+from jax_fp4._layernorm_dense import layernorm_dense
+from jax_fp4._mlp import layernorm_mlp
 from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
+from jax_fp4._norm import has_norm_bias, norm_settings, scale_init_of
 from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, draws
 
 _SR = 0x7372  # "sr", folded into the key of a default stream
@@ -120,7 +123,7 @@ class LinearGeneral(nnx.LinearGeneral):
             return _product(self, recipe, inputs, self.axis, tuple(self.batch_axis), out_sharding, key)
 
 
-_router_init, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
+_lecun_normal, _zeros = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
 
 @no_type_check
@@ -169,6 +172,127 @@ class GroupedLinear(nnx.Module):
             return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
 
 
+@no_type_check
+class LayerNormLinear(nnx.Module):
+    """`jax_fp4.layernorm_dense` as a layer: a norm and the nnx.Linear after it, x [..., in_features] ->
+    [..., out_features].
+
+    Parameters: scale [in_features], norm_bias [in_features] (use_norm_bias; None: where norm is "layernorm"), kernel
+    [in_features, out_features] and bias [out_features] (use_bias). Initial values are those of nnx.LayerNorm (or
+    nnx.RMSNorm) and nnx.Linear, made in this order; a zero-centered scale starts at 0. dtype is the compute dtype, as
+    in nnx.Linear; inputs are rounded to it before the norm, whose statistics are float32. The recipe and the key as in
+    `Linear`. Raises TypeError for a wrong recipe when the layer is made, and what `layernorm_dense` raises.
+    """
+
+    place: Place | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        norm: str = "layernorm",
+        epsilon: float = 1e-6,
+        zero_centered_scale: bool = False,
+        use_norm_bias: bool | None = None,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        scale_init: Any = None,
+        norm_bias_init: Any = _zeros,
+        kernel_init: Any = _lecun_normal,
+        bias_init: Any = _zeros,
+        rngs: nnx.Rngs,
+        kernel_metadata: Any = None,
+        bias_metadata: Any = None,
+        scale_metadata: Any = None,
+        norm_bias_metadata: Any = None,
+        recipe: RecipeChoice | None = None,
+    ):
+        check_recipe("LayerNormLinear", recipe)
+        self.in_features, self.out_features, self.param_dtype = in_features, out_features, param_dtype
+        self.norm, self.epsilon, self.zero_centered_scale = norm, epsilon, zero_centered_scale
+        self.use_norm_bias, self.scale_init, self.norm_bias_init = use_norm_bias, scale_init, norm_bias_init
+        _add_norm(self, in_features, rngs, scale_metadata, norm_bias_metadata)
+        self.kernel = _param(self, kernel_init, (in_features, out_features), rngs, kernel_metadata)
+        self.bias = _param(self, bias_init, (out_features,), rngs, bias_metadata) if use_bias else nnx.data(None)
+        self.dtype, self.recipe, self.sr = dtype, recipe, _stream(rngs)
+
+    def __call__(self, inputs, *, key=None):
+        parameters = _values(self, "scale", "norm_bias", "kernel", "bias")
+        x = jnp.asarray(inputs, canonicalize_dtype(inputs, *parameters, dtype=self.dtype))
+        with _placed(self):
+            recipe = resolve("LayerNormLinear", self.recipe)
+            if key is None and recipe is not None and draws(recipe):
+                key = _draw(self.sr)
+            return layernorm_dense(x, *parameters, **norm_settings(self), recipe=self.recipe, key=key)
+
+
+@no_type_check
+class LayerNormMLP(nnx.Module):
+    """`jax_fp4.layernorm_mlp` as a layer: x [..., in_features] -> y [..., out_features], with `features` hidden units.
+
+    Parameters: scale and norm_bias as in `LayerNormLinear`; w_in [in_features, 2 features] (gate columns first; no
+    factor 2 where the activation has no gate), w_out [features, out_features]; with use_bias b_in and b_out.
+    out_features: None is in_features. recipe: of both products, unless out_recipe is given for the second. The rest as
+    in `LayerNormLinear`. Raises TypeError for a wrong recipe when the layer is made, and what `layernorm_mlp` raises.
+    """
+
+    place: Place | None = None
+
+    def __init__(
+        self,
+        in_features: int,
+        features: int,
+        *,
+        out_features: int | None = None,
+        activation: str | Activation = "swiglu",
+        norm: str = "layernorm",
+        epsilon: float = 1e-6,
+        zero_centered_scale: bool = False,
+        use_norm_bias: bool | None = None,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        scale_init: Any = None,
+        norm_bias_init: Any = _zeros,
+        kernel_init: Any = _lecun_normal,
+        out_kernel_init: Any = _lecun_normal,
+        bias_init: Any = _zeros,
+        rngs: nnx.Rngs,
+        kernel_metadata: Any = None,
+        bias_metadata: Any = None,
+        scale_metadata: Any = None,
+        norm_bias_metadata: Any = None,
+        recipe: RecipeChoice | None = None,
+        out_recipe: RecipeChoice | None = None,
+    ):
+        for name, choice in dict(recipe=recipe, out_recipe=out_recipe).items():
+            check_recipe("LayerNormMLP", choice, name)
+        hidden = features * (2 if activation_of("LayerNormMLP", activation).gated else 1)
+        out = in_features if out_features is None else out_features
+        self.activation, self.param_dtype, self.dtype = activation, param_dtype, dtype
+        self.norm, self.epsilon, self.zero_centered_scale = norm, epsilon, zero_centered_scale
+        self.use_norm_bias, self.scale_init, self.norm_bias_init = use_norm_bias, scale_init, norm_bias_init
+        _add_norm(self, in_features, rngs, scale_metadata, norm_bias_metadata)
+        self.w_in = _param(self, kernel_init, (in_features, hidden), rngs, kernel_metadata)
+        self.w_out = _param(self, out_kernel_init, (features, out), rngs, kernel_metadata)
+        self.b_in = _param(self, bias_init, (hidden,), rngs, bias_metadata) if use_bias else nnx.data(None)
+        self.b_out = _param(self, bias_init, (out,), rngs, bias_metadata) if use_bias else nnx.data(None)
+        self.recipe, self.out_recipe, self.sr = recipe, out_recipe, _stream(rngs)
+
+    def __call__(self, inputs, *, key=None):
+        scale, norm_bias, w_in, w_out, b_in, b_out = _values(
+            self, "scale", "norm_bias", "w_in", "w_out", "b_in", "b_out"
+        )
+        x = jnp.asarray(inputs, canonicalize_dtype(inputs, scale, norm_bias, w_in, dtype=self.dtype))
+        settings = norm_settings(self) | {n: getattr(self, n) for n in ("activation", "recipe", "out_recipe")}
+        with _placed(self):
+            if key is None and drawing_recipe("LayerNormMLP", self.recipe, self.out_recipe) is not None:
+                key = _draw(self.sr)
+            return layernorm_mlp(x, scale, norm_bias, w_in, w_out, b_in=b_in, b_out=b_out, **settings, key=key)
+
+
 def _widened_kernel(operands, *, dtype=None):
     """For a product of x as it is and a float32 kernel: in float32, and what is kept for its backward is x as it is."""
     x, kernel, bias = operands
@@ -210,7 +334,7 @@ class MoE(nnx.Module):
         scale: float = 1.0,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        router_init: Any = _router_init,
+        router_init: Any = _lecun_normal,
         kernel_init: Any = expert_init,
         out_kernel_init: Any = expert_init,
         bias_init: Any = _zeros,
@@ -308,7 +432,7 @@ def quantize_model(model: nnx.Module, rules: Rules, *, rngs: nnx.Rngs | None = N
 
 
 _REPLACEMENTS = {nnx.Linear: Linear, nnx.LinearGeneral: LinearGeneral}
-_OWN = (Linear, LinearGeneral, GroupedLinear, MoE)
+_OWN = (Linear, LinearGeneral, GroupedLinear, LayerNormLinear, LayerNormMLP, MoE)
 
 
 def _layers(model: nnx.Module) -> list[tuple[Any, list[str]]]:
@@ -339,7 +463,8 @@ def _nodes(node: Any, path: tuple, above: tuple) -> Iterator[tuple[tuple, Any]]:
 def _refuse_unmatched(op: str, rules: Rules, paths: list[str]) -> None:
     if unmatched := rules.unmatched(paths):
         near = difflib.get_close_matches(unmatched[0], paths, 3, 0.0)
-        why = f"the nearest paths are {near}" if near else "the model has no Linear, LinearGeneral, GroupedLinear, MoE"
+        kinds = ", ".join(each.__name__ for each in _OWN)
+        why = f"the nearest paths are {near}" if near else f"the model has no {kinds}"
         needs, fix = "the whole path of a layer", "one of them, or the rules without it"
         raise ValueError(message(op, "rules", f"with {unmatched[0]!r}, which matches nothing", needs, why, fix))
 
@@ -377,6 +502,22 @@ def _install(layer: Any, place: Place, rngs: nnx.Rngs | None) -> None:
     if not own:
         layer.recipe = None if place.rule is None else place.rule[1]
     layer.place = place
+
+
+def _param(layer: Any, init, shape: tuple[int, ...], rngs: nnx.Rngs, metadata) -> nnx.Param:
+    return nnx.Param(init(rngs.params(), shape, layer.param_dtype), **(metadata or {}))
+
+
+def _add_norm(layer: Any, k: int, rngs: nnx.Rngs, scale_metadata, bias_metadata) -> None:
+    """Give a layer its scale, and its norm_bias or None."""
+    layer.scale = _param(layer, scale_init_of(layer), (k,), rngs, scale_metadata)
+    has_bias = has_norm_bias(layer)
+    layer.norm_bias = _param(layer, layer.norm_bias_init, (k,), rngs, bias_metadata) if has_bias else nnx.data(None)
+
+
+def _values(layer: Any, *names: str) -> list[Any]:
+    """The arrays of these parameters, None for one that the layer does not have."""
+    return [None if getattr(layer, name) is None else getattr(layer, name)[...] for name in names]
 
 
 def _stream(rngs: nnx.Rngs):

@@ -1,0 +1,349 @@
+"""layernorm_dense and layernorm_mlp: Flax's norms, then the products of each mode on the normalized output."""
+
+import itertools
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from grouped_layers import KEY, MODES, NONE, close, gradients, in_numpy, kept, normal, packed, quantizations, recipe
+from products import refused
+from trees import same_tree
+
+import jax_fp4 as fp4
+
+M, K, N, H = 40, 24, 10, 36  # no multiples of 16; h has 36 columns, the second input 18
+ALL = (*MODES, NONE)
+NORMS = ("layernorm", "rmsnorm")
+X = normal(1, M, K) * 3 + 1
+SCALE, NORM_BIAS = normal(2, K) / 4 + 1, normal(3, K)
+KERNEL, BIAS, DY = normal(4, K, N) / 4, normal(5, N), normal(6, M, N)
+DENSE = dict(x=X, scale=SCALE, norm_bias=NORM_BIAS, kernel=KERNEL, bias=BIAS)
+W_IN, W_OUT, B_IN = normal(7, K, H) / 4, normal(8, H // 2, N), normal(9, H)
+MLP = dict(x=X, scale=SCALE, norm_bias=NORM_BIAS, w_in=W_IN, w_out=W_OUT, b_in=B_IN, b_out=BIAS)
+
+
+def of_norm(arrays, norm):
+    return arrays if norm == "layernorm" else arrays | dict(norm_bias=None)
+
+
+def flax_norm(x, scale, norm_bias, norm="layernorm", epsilon=1e-6, zero_centered_scale=False):
+    """By Flax, in x's dtype."""
+    module = nn.LayerNorm(epsilon, x.dtype, use_bias=norm_bias is not None) if norm == "layernorm" else nn.RMSNorm(
+        epsilon, x.dtype
+    )  # fmt: skip
+    params = {"scale": 1 + scale if zero_centered_scale else scale}
+    return module.apply({"params": params if norm_bias is None else params | {"bias": norm_bias}}, x)
+
+
+def run(layer, dy, arrays, **settings):
+    """y and gradients, in NumPy."""
+    return in_numpy(jax.jit(lambda dy, arrays: gradients(partial(layer, **settings), dy, **arrays)))(dy, arrays)
+
+
+def flax_dense(x, scale, norm_bias, kernel, bias=None, **settings):
+    y = flax_norm(x, scale, norm_bias, **settings) @ kernel.astype(x.dtype)
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+# --- against Flax ---
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("settings", "absent"),
+    [({}, ()), (dict(epsilon=0.5), ("bias",)), (dict(zero_centered_scale=True), ("norm_bias",))],
+)
+def test_high_precision_is_flax(norm, settings, absent):
+    """Every gradient; a row of zeros, a constant row and a huge one beside the others."""
+    x = X.at[0].set(0).at[1].set(3).at[2].multiply(1e6)
+    arrays = of_norm(DENSE | dict(x=x) | dict.fromkeys(absent), norm)
+    got = run(fp4.layernorm_dense, DY, arrays, norm=norm, **settings)
+    want = run(flax_dense, DY, arrays, norm=norm, **settings)
+    for name, tolerance in (("x", 1e-5), ("y", 2e-6)):  # by rows: that of the constant row hides the others
+        for rows in (slice(0, 1), slice(1, 2), slice(2, 3), slice(3, None)):
+            if name == "y" or rows != slice(2, 3):  # the gradient of the huge row is a difference near 0
+                close(got[name][rows], want[name][rows], tolerance, name)
+    close({n: a for n, a in got.items() if n != "x"}, {n: a for n, a in want.items() if n != "x"}, 1e-5)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_statistics_of_narrow_inputs_are_float32(norm):
+    arrays = of_norm(DENSE | dict(x=X.astype(jnp.bfloat16)), norm)
+    settings = dict(norm=norm, kernel=jnp.eye(K), bias=None)
+    x, scale, norm_bias = (arrays[n] for n in ("x", "scale", "norm_bias"))
+    same_tree(fp4.layernorm_dense(x, scale, norm_bias, **settings), flax_norm(x, scale, norm_bias, norm))
+    got = run(fp4.layernorm_dense, DY.astype(x.dtype), arrays, norm=norm)
+    assert {n: a.dtype.name for n, a in got.items()} == {
+        n: "bfloat16" if n in ("x", "y") else "float32" for n in got
+    }  # fmt: skip
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("norm", NORMS)
+def test_mlp_in_high_precision_is_flax(norm):
+    def written(x, scale, norm_bias, w_in, w_out, b_in, b_out):
+        gate, linear = jnp.split(flax_norm(x, scale, norm_bias, norm) @ w_in + b_in, 2, axis=-1)
+        return (jax.nn.silu(gate) * linear) @ w_out + b_out
+
+    arrays = of_norm(MLP, norm)
+    close(run(fp4.layernorm_mlp, DY, arrays, norm=norm), run(written, DY, arrays), 1e-5)
+
+
+# --- the operands of each mode ---
+
+
+def operands_of(a, w, mode, tiles=True):
+    """(Q(a), Q(w)) of the forward, (w for dx, a for dw) of the backward, decoded or quantized by hand."""
+    qa, qa_t = fp4.quantize_transpose(a, hadamard=True)
+    qw_n, qw_k = fp4.quantize_transpose(w, block=(16, 16) if tiles else (1, 16), dtype=a.dtype)
+    forward = qa, qw_k
+    match mode:
+        case "default":
+            return forward, (qw_n, qa_t)
+        case "unquant":
+            return forward, (w.astype(a.dtype), a)
+        case "dequant":
+            return forward, (fp4.dequantize(qw_k), fp4.dequantize(qa))
+
+
+def products(a, w, dy, mode, key=KEY):
+    """y, da, dw of one product by hand, y and dw in float32."""
+    (qa, qw), (for_dx, for_dw) = operands_of(a, w, mode)
+    along_n, along_m = fp4.quantize_transpose(dy, hadamard=True, key=key) if mode == "default" else (dy, dy)
+    wide = partial(fp4.matmul, preferred_element_type=jnp.float32)
+    return wide(qa, qw), wide(along_n, for_dx.mT).astype(a.dtype), wide(for_dw.mT, along_m)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("norm", NORMS)
+def test_each_product_takes_the_operands_of_its_mode(norm, mode, dtype):
+    """Against products written out by hand, and Flax's norm around them."""
+    arrays = of_norm(DENSE | dict(x=X.astype(dtype)), norm)
+    dy, free = DY.astype(dtype), {n: a for n, a in arrays.items() if n in ("x", "scale", "norm_bias") and a is not None}
+    got = run(fp4.layernorm_dense, dy, arrays, norm=norm, recipe=recipe(mode), key=KEY)
+    a, pull = jax.vjp(lambda free: flax_norm(**({"norm_bias": None} | free), norm=norm), free)
+    y, da, dw = products(a, KERNEL, dy, mode)
+    want = {"y": (y + BIAS).astype(dtype), "kernel": dw, "bias": jnp.sum(dy, 0, dtype=jnp.float32)} | pull(da)[0]
+    close(got, in_numpy(lambda: want)(), 1e-2 if dtype == jnp.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("pair", [*itertools.product(ALL, ALL)], ids="-".join)
+def test_mlp_equals_its_composition(pair):
+    """Every pair of modes: layernorm_dense, the activation, dense, each product with a key of its own."""
+    first, second = map(recipe, pair)
+
+    def composition(x, scale, norm_bias, w_in, w_out, b_in, b_out):
+        keys = [jax.random.fold_in(KEY, i) for i in (0, 1)]
+        h = fp4.layernorm_dense(x, scale, norm_bias, w_in, b_in, recipe=first, key=keys[0])
+        return fp4.dense(fp4.Activation("swiglu")(h), w_out, b_out, recipe=second, key=keys[1])
+
+    got = run(fp4.layernorm_mlp, DY, MLP, recipe=first, out_recipe=second, key=KEY)
+    close(got, run(composition, DY, MLP), 2e-5)
+
+
+# --- what is kept ---
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("mode", ALL)
+def test_what_dense_keeps(mode, norm):
+    """Exactly the arrays of the mode: of the norm x and its statistics, the normalized output in one form."""
+    m, k, n = 512, 256, 128
+    arrays = dict(x=normal(1, m, k, dtype=jnp.bfloat16), scale=normal(2, k), kernel=normal(4, k, n))
+    if norm == "layernorm":
+        arrays |= dict(norm_bias=normal(3, k))
+    layer = partial(fp4.layernorm_dense, norm=norm, recipe=recipe(mode), key=KEY)
+    layer = layer if norm == "layernorm" else partial(layer, norm_bias=None)
+    x, statistics, scale = ((m, k), "bfloat16"), ((m, 1), "float32"), ((k,), "float32")
+    want = {x: 1, statistics: 1 + (norm == "layernorm"), scale: 1}
+    match mode:
+        case "default":
+            want |= packed((k,), m) | packed((k,), n)
+        case "dequant":
+            want |= packed((m,), k) | packed((n,), k)
+        case "unquant":
+            want |= {x: 2, ((k, n), "float32"): 1}  # x, and the normalized output
+        case _:  # the product's own autodiff keeps the kernel in the compute dtype
+            want |= {x: 2, ((k, n), "bfloat16"): 1}
+    assert kept(layer, **arrays) == want
+    kernel = dict(kernel=arrays.pop("kernel"))
+    assert x not in (kept(partial(layer, **arrays), **kernel) if mode in ("default", "dequant") else {})
+    x_alone = kept(partial(layer, **(arrays | kernel | dict(x=arrays["x"]))), x=arrays["x"])
+    assert x_alone[x] == 1  # for the norm; the kernel is not differentiated
+    if norm == "layernorm":  # its own gradient reads nothing of the norm
+        bias_alone = kept(partial(layer, **{n: a for n, a in (arrays | kernel).items() if n != "norm_bias"}),
+                          norm_bias=arrays["norm_bias"])  # fmt: skip
+        assert not bias_alone.keys() & {x, statistics}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", ALL)
+def test_what_mlp_keeps(mode):
+    """h once; the second input packed or not at all."""
+    m, k, h, f, n = 512, 256, 384, 192, 128
+    arrays = dict(x=normal(1, m, k, dtype=jnp.bfloat16), scale=normal(2, k), norm_bias=normal(3, k),
+                  w_in=normal(4, k, h), w_out=normal(5, f, n))  # fmt: skip
+    x = ((m, k), "bfloat16")
+    want = {x: 1, ((m, 1), "float32"): 2, ((k,), "float32"): 1, ((m, h), "bfloat16"): 1}
+    match mode:
+        case "default":
+            want |= packed((k,), m) | packed((k,), h) | packed((f,), m) | packed((f,), n)
+        case "dequant":
+            want |= packed((m,), k) | packed((h,), k) | packed((m,), f) | packed((n,), f)
+        case _:
+            want |= {x: 2, ((k, h), "float32"): 1, ((f, n), "float32"): 1}
+    assert kept(partial(fp4.layernorm_mlp, recipe=recipe(mode), key=KEY), **arrays) == want
+
+
+@pytest.mark.parametrize(("mode", "counts"), [("default", [(2, 1), (2, 1), (0, 3), (2, 0)]), ("unquant", [(2, 0)] * 4)])
+def test_nothing_is_quantized_for_an_operand_nobody_differentiates(mode, counts):
+    def step(*names):
+        fixed = {n: a for n, a in DENSE.items() if n not in names}
+        f = lambda free: fp4.layernorm_dense(**fixed, **free, recipe=recipe(mode), key=KEY)  # noqa: E731
+        return lambda free, dy: jax.vjp(f, free)[1](dy) if names else f(free)
+
+    for names, want in zip((("x",), ("kernel",), ("scale", "kernel"), ()), counts, strict=True):
+        assert quantizations(step(*names), {n: DENSE[n] for n in names}, DY) == want, names
+
+
+# --- what is differentiated ---
+
+FUNCTIONS = [(fp4.layernorm_dense, DENSE), (fp4.layernorm_mlp, MLP)]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", ["default", "unquant", NONE])
+@pytest.mark.parametrize(("function", "arrays"), FUNCTIONS)
+def test_one_argument_alone_has_the_gradient_it_has_among_all(function, arrays, mode):
+    """One jitted function, differentiated in each argument in turn, backwards after all forwards: one residual tree."""
+    layer = jax.jit(partial(function, recipe=recipe(mode), key=KEY))
+    pulls = {n: jax.vjp(lambda a, n=n: layer(**(arrays | {n: a})), arrays[n])[1] for n in arrays}
+    want = run(function, DY, arrays, recipe=recipe(mode), key=KEY)
+    close({n: np.asarray(pull(DY)[0]) for n, pull in pulls.items()}, {n: want[n] for n in arrays}, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_frozen_kernels(mode):
+    """A frozen kernel gives the results of its quantized values; where it is differentiated it is refused."""
+    q = fp4.quantize(KERNEL, axis=0, block=(16, 16))
+    got = run(fp4.layernorm_dense, DY, DENSE | dict(kernel=q), recipe=recipe(mode), key=KEY)
+    kernel = KERNEL if mode == "default" else fp4.dequantize(q)
+    want = run(fp4.layernorm_dense, DY, DENSE | dict(kernel=kernel), recipe=recipe(mode), key=KEY)
+    close(got, {n: a for n, a in want.items() if n != "kernel"}, 1e-5)
+    frozen = dict(w_in=fp4.quantize(W_IN, axis=0, block=(16, 16)), w_out=fp4.quantize(W_OUT, axis=0, block=(16, 16)))
+    got = run(fp4.layernorm_mlp, DY, MLP | frozen, recipe=recipe(mode), key=KEY)
+    if mode != "default":
+        frozen = {n: fp4.dequantize(q) for n, q in frozen.items()}
+    want = run(fp4.layernorm_mlp, DY, MLP | (frozen if mode != "default" else {}), recipe=recipe(mode), key=KEY)
+    close(got, {n: a for n, a in want.items() if n not in ("w_in", "w_out")}, 1e-5)
+
+
+# --- transformations and shapes ---
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize(("function", "arrays"), FUNCTIONS)
+def test_leading_axes_remat_and_eager_change_nothing(function, arrays, mode):
+    layer = partial(function, recipe=recipe(mode), key=KEY)
+    want = run(layer, DY, arrays)
+    close(in_numpy(gradients)(layer, DY, **arrays), want, 1e-5)
+    close(run(jax.checkpoint(layer), DY, arrays), want, 1e-5)
+    shaped = run(layer, DY.reshape(2, M // 2, N), arrays | dict(x=X.reshape(2, M // 2, K)))
+    close(shaped | {n: shaped[n].reshape(want[n].shape) for n in ("x", "y")}, want, 1e-6)
+
+
+@pytest.mark.parametrize("mode", ["default", "unquant", NONE])
+@pytest.mark.parametrize(("function", "arrays"), FUNCTIONS)
+def test_vmap_is_a_loop(function, arrays, mode):
+    step = partial(gradients, partial(function, recipe=recipe(mode), key=KEY))
+    xs, dys = jnp.stack([X, 2 * X + 1]), jnp.stack([DY, DY / 3])
+    got = jax.jit(jax.vmap(lambda x, dy: step(dy, **(arrays | dict(x=x)))))(xs, dys)
+    for i in range(2):
+        want = run(partial(function, recipe=recipe(mode), key=KEY), dys[i], arrays | dict(x=xs[i]))
+        close({n: np.asarray(a[i]) for n, a in got.items()}, want, 1e-5)
+
+
+@pytest.mark.parametrize("mode", ALL)
+@pytest.mark.parametrize(("function", "arrays"), FUNCTIONS)
+def test_no_rows_and_rows_of_zeros(function, arrays, mode):
+    layer = partial(function, recipe=recipe(mode), key=KEY)
+    none = run(layer, DY[:0], arrays | dict(x=X[:0]))
+    assert none["y"].shape == (0, N) and not any(a.any() for a in none.values())
+    zeros = run(layer, DY, arrays | dict(x=0 * X))
+    assert all(np.isfinite(a).all() for a in zeros.values())
+
+
+def test_a_huge_row_leaves_the_others_their_digits():
+    """Its normalized values are as large as those of any row, and so is the tensor scale."""
+    layer = jax.jit(partial(fp4.layernorm_dense, recipe=recipe("dequant"), norm="rmsnorm"))
+    arrays = of_norm(DENSE, "rmsnorm")
+    close(np.asarray(layer(**(arrays | dict(x=X.at[3].multiply(1e8))))), np.asarray(layer(**arrays)), 1e-5)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("function", "arrays"), FUNCTIONS)
+def test_autocast_is_the_recipe(function, arrays):
+    want = np.asarray(function(**arrays, recipe=recipe("dequant")))
+    with fp4.autocast(recipe("dequant")):
+        same_tree(function(**arrays), want)
+        assert not np.array_equal(function(**arrays, recipe=fp4.HIGH_PRECISION), want)
+
+
+# --- errors ---
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("op", "arrays"), [("layernorm_dense", DENSE), ("layernorm_mlp", MLP)])
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (dict(norm="batchnorm"), ValueError, "norm is 'batchnorm'"),
+        (dict(norm="rmsnorm"), ValueError, "norm_bias is given"),
+        (dict(scale=SCALE[:3]), ValueError, "scale is of shape"),
+        (dict(scale=None), TypeError, "scale is a NoneType"),
+        (dict(norm_bias=SCALE[None]), ValueError, "norm_bias is of shape"),
+        (dict(epsilon=0.0), ValueError, "epsilon is 0.0"),
+        (dict(epsilon=1e-50), ValueError, "epsilon is 1e-50"),
+        (dict(epsilon="small"), TypeError, "epsilon is a str"),
+        (dict(zero_centered_scale=2), ValueError, "zero_centered_scale is 2"),
+        (dict(x=np.float32(1) + np.zeros((), np.float32)), TypeError, "x is a "),
+        (dict(x=jnp.float32(1)), ValueError, "x is a scalar"),
+        (dict(x=jnp.zeros((4, K), jnp.int32)), TypeError, "x is an array of int32"),
+        (dict(recipe="nvfp4"), TypeError, "recipe is 'nvfp4'"),
+    ],
+)
+def test_errors_name_the_argument(op, arrays, change, error, says):
+    refused(lambda: getattr(fp4, op)(**(arrays | change)), error, f"{op}: {says}")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda: fp4.layernorm_dense(**(DENSE | dict(kernel=KERNEL[1:]))), ValueError, "layernorm_dense: kernel is"),
+        (lambda: fp4.layernorm_dense(**(DENSE | dict(bias=BIAS[1:]))), ValueError, "layernorm_dense: bias is"),
+        (lambda: fp4.layernorm_mlp(**(MLP | dict(w_in=W_IN[None]))), ValueError, "layernorm_mlp: w_in is"),
+        (lambda: fp4.layernorm_mlp(**(MLP | dict(w_in=W_IN[:, 1:]))), ValueError, "layernorm_mlp: w_in is"),
+        (lambda: fp4.layernorm_mlp(**(MLP | dict(w_out=W_OUT[1:]))), ValueError, "layernorm_mlp: w_out is"),
+        (lambda: fp4.layernorm_mlp(**MLP, activation="tanh"), ValueError, "layernorm_mlp: activation is 'tanh'"),
+        (lambda: fp4.grouped_mlp(X, W_IN[None], W_OUT[None], None), TypeError, "grouped_mlp: group_sizes is"),
+    ],
+)
+def test_errors_of_shapes(call, error, says):
+    refused(call, error, says)
+
+
+@pytest.mark.parametrize(("op", "arrays"), [("layernorm_dense", DENSE), ("layernorm_mlp", MLP)])
+def test_a_missing_key_and_strict_name_the_function(op, arrays):
+    layer = partial(getattr(fp4, op), recipe=recipe("default"))
+    layer(**arrays)  # evaluation needs none
+    refused(lambda: gradients(layer, DY, **arrays), ValueError, f"{op}: key is None")
+    with fp4.strict():
+        refused(lambda: layer(**arrays), fp4.UnsupportedError, f"{op}: x is of extent 24")
