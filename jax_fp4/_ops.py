@@ -29,7 +29,16 @@ from jax_fp4._lowering import refuse, undifferentiable
 from jax_fp4._recipe import FourOverSix, check_choice
 
 NATIVE = ("quantize", "quantize_transpose", "dequantize")
-OPS = (*NATIVE, "matmul", "grouped_matmul", "dense", "grouped_dense", "grouped_mlp")
+OPS = (
+    *NATIVE,
+    "matmul",
+    "grouped_matmul",
+    "dense",
+    "grouped_dense",
+    "grouped_mlp",
+    "layernorm_dense",
+    "layernorm_mlp",
+)
 
 
 def quantize(
