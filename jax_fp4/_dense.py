@@ -17,7 +17,7 @@ from jax_fp4._array import QuantizedTensor
 from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._errors import is_strict, message
 from jax_fp4._modes import Kernel, Needs, Residuals, Scales, is_frozen
-from jax_fp4._ops import refuse_padding
+from jax_fp4._arguments import refuse_padding
 from jax_fp4._products import along_last, matmul, sum_of_groups
 from jax_fp4._recipe import DelayedScaling, Operand, Product, Recipe, RecipeChoice, draws, scaling_of
 from jax_fp4._rules import primals, refuse_perturbed
