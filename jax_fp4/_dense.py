@@ -12,12 +12,11 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from jax_fp4 import _modes, _record
-from jax_fp4._arguments import check_float, check_quantized, float_dtype, key_words
+from jax_fp4._arguments import check_float, check_quantized, float_dtype, key_words, refuse_padding
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._errors import is_strict, message
 from jax_fp4._modes import Kernel, Needs, Residuals, Scales, is_frozen
-from jax_fp4._arguments import refuse_padding
 from jax_fp4._products import along_last, matmul, sum_of_groups
 from jax_fp4._recipe import DelayedScaling, Operand, Product, Recipe, RecipeChoice, draws, scaling_of
 from jax_fp4._rules import primals, refuse_perturbed
