@@ -54,6 +54,42 @@ def divided(x, constant: int):
     return x / divisor if namespace(x) is np else x / jnp.where(x == x, divisor, NAN)
 
 
+def quotient(a, b):
+    """fl(a / b) of float32 a >= 0 and b > 0, to the bit on every platform.
+
+    XLA:GPU divides by an approximate reciprocal, which is off in the last bit for one quotient in four, and XLA may
+    rewrite 1 / (c / a). So on jnp this is long division of the mantissas, in integers. NaN for a NaN b, Inf for 0.
+    """
+    xp = namespace(a, b)
+    if xp is np:
+        return np.asarray(np.float32(a) / np.asarray(b))
+    a, b = jnp.broadcast_arrays(jnp.asarray(a, jnp.float32), b)
+    (upper, a_exponent), (lower, b_exponent) = (_normalized(magnitude_bits(x)) for x in (a, b))
+    less = upper < lower
+    exponent = a_exponent - b_exponent + 127 - less.astype(jnp.int32)
+    rest, digits = jnp.where(less, upper << 1, upper), jnp.zeros_like(upper)
+    for _ in range(25):  # 24 bits of the mantissa and one to round by
+        fits = rest >= lower
+        digits = (digits << 1) | fits.astype(jnp.uint32)
+        rest = jnp.where(fits, rest - lower, rest) << 1
+    digits = (digits << 1) | (rest != 0).astype(jnp.uint32)
+    # Nearest, ties to even. A result below 2^-126 loses more bits.
+    drop = jnp.clip(3 - exponent, 2, 27).astype(jnp.uint32)
+    kept, beyond, half = digits >> drop, digits & ((1 << drop) - 1), jnp.uint32(1) << (drop - 1)
+    kept += ((beyond > half) | ((beyond == half) & (kept & 1 == 1))).astype(jnp.uint32)
+    bits = ((jnp.clip(exponent, 1, 255) - 1).astype(jnp.uint32) << 23) + kept
+    bits = jnp.where((exponent >= 255) | (bits > INF_BITS) | (magnitude_bits(b) == 0), jnp.uint32(INF_BITS), bits)
+    bits = jnp.where((magnitude_bits(a) == 0) | (magnitude_bits(b) == INF_BITS), jnp.uint32(0), bits)
+    return jnp.where(b != b, NAN, lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def _normalized(bits):
+    """(mantissa of 24 bits, biased exponent) of a float32 that is not 0; denormals too."""
+    shift = jnp.where(bits >> 23 == 0, lax.clz(bits) - 8, 0).astype(jnp.uint32)
+    mantissa = jnp.where(bits >> 23 == 0, bits << shift, (bits & 0x7FFFFF) | 0x800000)
+    return mantissa, jnp.maximum(bits >> 23, 1).astype(jnp.int32) - shift.astype(jnp.int32)
+
+
 def rounded(x, dtype: str):
     """x rounded to `dtype` (nearest-even, denormals kept), as float32."""
     x = x.astype(np.float32)

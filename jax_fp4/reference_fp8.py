@@ -40,6 +40,7 @@ from jax_fp4._minifloat import (
     namespace,
     pad_last,
     pinned,
+    quotient,
     rounded,
 )
 
@@ -141,14 +142,14 @@ def scale_float8(amax: Float[AnyArray, "*s"], q: Float8Quantization) -> Float[An
     """
     xp = namespace(amax)
     counted = xp.where(amax < np.float32(q.eps), np.float32(q.eps), amax)  # NaN stays
-    scale = xp.minimum(np.float32(q.largest) / counted, FMAX)
+    scale = xp.minimum(quotient(np.float32(q.largest), counted), FMAX)
     scale = xp.where((counted == 0) | (magnitude_bits(counted) >= INF_BITS), np.float32(1), scale)
     return xp.asarray((scale.view(np.uint32) & INF_BITS).view(np.float32)) if q.power_of_two else scale
 
 
 def _inverse(xp, scale):
     """fl(1 / scale), what is stored."""
-    return xp.asarray(np.float32(1) / scale)
+    return xp.asarray(quotient(np.float32(1), scale))
 
 
 @exact
@@ -292,7 +293,7 @@ def update_delayed(state: Delayed, amax: Any, largest: int, margin: int, most_re
     history = xp.concatenate([xp.asarray(amax)[..., None], xp.asarray(state.history)[..., 1:]], axis=-1)
     # Integers, so that NaN is the largest on every platform.
     a = xp.asarray(amax) if most_recent else xp.max(magnitude_bits(history), axis=-1).view(np.float32)
-    scale = xp.minimum(np.float32(largest * 2.0**-margin) / a, FMAX)
+    scale = xp.minimum(quotient(np.float32(largest * 2.0**-margin), a), FMAX)
     scale = xp.where((a > 0) & (a <= FMAX), scale, state.scale)
     history = xp.roll(history, -1, axis=-1)
     return Delayed(xp.concatenate([xp.zeros_like(history[..., :1]), history[..., 1:]], axis=-1), scale)
