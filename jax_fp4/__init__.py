@@ -3,8 +3,11 @@
 Neither Flax nor CUDA is needed to import this; `from jax_fp4 import linen, nnx` for the layers.
 """
 
+from jax_fp4 import delayed as delayed
 from jax_fp4._activations import Activation as Activation
 from jax_fp4._array import QuantizedTensor as QuantizedTensor
+from jax_fp4._choosing import Rules as Rules
+from jax_fp4._choosing import autocast as autocast
 from jax_fp4._dense import dense as dense
 from jax_fp4._dot_general import DotGeneral as DotGeneral
 from jax_fp4._errors import Support as Support
@@ -23,10 +26,13 @@ from jax_fp4._products import grouped_matmul as grouped_matmul
 from jax_fp4._products import matmul as matmul
 from jax_fp4._recipe import HIGH_PRECISION as HIGH_PRECISION
 from jax_fp4._recipe import BackwardMode as BackwardMode
+from jax_fp4._recipe import CustomRecipe as CustomRecipe
+from jax_fp4._recipe import DelayedScaling as DelayedScaling
+from jax_fp4._recipe import Float8BlockScaling as Float8BlockScaling
+from jax_fp4._recipe import Float8CurrentScaling as Float8CurrentScaling
 from jax_fp4._recipe import FourOverSix as FourOverSix
+from jax_fp4._recipe import MXFP8BlockScaling as MXFP8BlockScaling
 from jax_fp4._recipe import NVFP4BlockScaling as NVFP4BlockScaling
-from jax_fp4._recipe import Rules as Rules
-from jax_fp4._recipe import autocast as autocast
 from jax_fp4._routing import combine_tokens as combine_tokens
 from jax_fp4._routing import group_tokens as group_tokens
 from jax_fp4._routing import group_weights as group_weights

@@ -12,7 +12,7 @@ from jaxtyping import Array, UInt32
 
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
-from jax_fp4._formats import BLOCK, E4M3_MAX, FLOAT8_FORMATS, FORMATS, Quantization, amax_shape, exclusion, stored
+from jax_fp4._formats import BLOCK, E4M3_MAX, FORMATS, Quantization, amax_shape, exclusion, stored
 from jax_fp4._recipe import FourOverSix, check_choice
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -25,7 +25,7 @@ def quantization(
     op, x, format, axis, block, row_scaled, hadamard, key, four_over_six, dtype, group_sizes
 ) -> Quantization:
     """Every flag of a quantize call, checked one by one and in pairs."""
-    check_choice(op, "format", format, (*FORMATS, *FLOAT8_FORMATS), "this version quantizes to no other")
+    check_choice(op, "format", format, FORMATS, "this version quantizes to no other")
     check_choice(op, "axis", axis, (-1, 0), "blocks run along the last axis, or along the rows before it")
     check_choice(op, "block", block, (None, (1, 16), (16, 16)), "NVFP4 scales 16 elements, or 16 x 16 of a weight")
     for name, flag in (("row_scaled", row_scaled), ("hadamard", hadamard)):
@@ -215,16 +215,14 @@ def refuse_float8(op: str, **given) -> None:
             )
 
 
-def check_quantized(op: str, name: str, q, formats: tuple[str, ...] = FORMATS) -> None:
+def check_quantized(op: str, name: str, q) -> None:
     if not isinstance(q, QuantizedTensor):
         raise TypeError(
             message(op, name, f"a {type(q).__name__}", "a QuantizedTensor", "it is decoded", "jax_fp4.quantize(x)")
         )
-    if q.format not in formats:
-        why = f"this version's {op} takes no other"
-        raise ValueError(
-            message(op, f"{name}.format", repr(q.format), f"one of {formats}", why, "quantize(x, 'nvfp4')")
-        )
+    if q.format not in FORMATS:
+        why = "nobody else knows how to decode it"
+        raise ValueError(message(op, f"{name}.format", repr(q.format), f"one of {FORMATS}", why, "jax_fp4.quantize(x)"))
 
 
 def check_float(op: str, name: str, value) -> None:

@@ -4,9 +4,11 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_fp4._errors import message
+from jax_fp4._formats import FLOAT8_FORMATS
 
 
 @jax.tree_util.register_dataclass
@@ -25,11 +27,14 @@ class QuantizedTensor:
 
     "mxfp8"         block_scale e8m0 [..., r, b/32], the rows of a 32 x 32 tile repeating theirs; no amax
     "float8_block"  block_scale f32 [..., r, b/128], of tiles [*batch, ceil(r/128), b/128]: inverse scales; no amax
-    "float8"        block_scale f32 [], or of its batch shape: the inverse scale; amax f32, likewise; `block` None
+    "float8"        block_scale f32 [], of its batch shape, or [g]: the inverse scale; amax f32, likewise; `block` None
+
+    with group_sizes as above, P = B * ((m + (B-1) g) // B) for blocks of B, and m for "float8", which has none.
 
     `axis` -1: blocks along the last axis of x [..., k] (codes [..., k/2]). `axis` 0: "column-wise", blocks along m of
     x [*batch, m, k] (codes [*batch, k, m/2]). `extent` is the blocked length without padding, `dtype` the type the
     values came from, `bound` the E4M3 bound B of the tensor scale, `block` (1, 16) or (16, 16) for weight tiles,
+    `power_of_two` whether all float32 scales are (of "float8_block", whose values then are exact in bfloat16),
     `row_scaled` whether each stored row has an amax, `hadamard` whether the values were transformed along the blocks,
     `grouped` where the groups lie in the stored form: "" (there are none), "rows" or "blocks". A pytree whose arrays
     are the leaves; unflattening never validates, so transformations may put anything in their place. It never turns
@@ -47,6 +52,7 @@ class QuantizedTensor:
     bound: int = dataclasses.field(metadata={"static": True}, default=448)
     block: tuple[int, int] | None = dataclasses.field(metadata={"static": True}, default=(1, 16))
     row_scaled: bool = dataclasses.field(metadata={"static": True}, default=False)
+    power_of_two: bool = dataclasses.field(metadata={"static": True}, default=False)
     hadamard: bool = dataclasses.field(metadata={"static": True}, default=False)
     grouped: Literal["", "rows", "blocks"] = dataclasses.field(metadata={"static": True}, default="")
 
@@ -100,3 +106,12 @@ class QuantizedTensor:
                 "jax_fp4.dequantize(q)",
             )
         )
+
+
+def stored_dtypes(format: str) -> tuple[Any, Any]:
+    """Of codes and block scales."""
+    if format not in FLOAT8_FORMATS:
+        return jnp.uint8, jnp.float8_e4m3fn
+    scaling, codes = FLOAT8_FORMATS[format]
+    scale = jnp.float8_e8m0fnu if scaling == "mxfp8" else jnp.float32
+    return jnp.float8_e5m2 if codes == "e5m2" else jnp.float8_e4m3fn, scale

@@ -1,5 +1,6 @@
 """dense: y = x w + b with NVFP4 operands, one custom_vjp from quantization to product."""
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,13 +14,14 @@ from jaxtyping import Array, Float
 from jax_fp4 import _modes, _record
 from jax_fp4._arguments import check_float, check_quantized, float_dtype, key_words
 from jax_fp4._array import QuantizedTensor
+from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._errors import is_strict, message
-from jax_fp4._formats import BLOCK
-from jax_fp4._modes import Kernel, Needs, Residuals, is_frozen
+from jax_fp4._modes import Kernel, Needs, Residuals, Scales, is_frozen
 from jax_fp4._ops import refuse_padding
 from jax_fp4._products import along_last, matmul, sum_of_groups
-from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, chosen_by, draws, resolve
+from jax_fp4._recipe import DelayedScaling, Operand, Product, Recipe, RecipeChoice, draws, scaling_of
 from jax_fp4._rules import primals, refuse_perturbed
+from jax_fp4.delayed import DelayedState, check_state, is_used_again, observed, refuse_used_again
 
 
 class Static(NamedTuple):
@@ -31,10 +33,18 @@ class Static(NamedTuple):
     y_dtype: np.dtype
     kernel_dtype: np.dtype
     bias_dtype: np.dtype | None
+    used_again: bool = False  # whether the delayed-scaling state was given to an earlier call too
 
 
 def dense(
-    x: Any, kernel: Any, bias: Any = None, *, recipe: RecipeChoice | None = None, key=None, preferred_element_type=None
+    x: Any,
+    kernel: Any,
+    bias: Any = None,
+    *,
+    recipe: RecipeChoice | None = None,
+    key=None,
+    state: DelayedState | None = None,
+    preferred_element_type=None,
 ) -> Float[Array, "*b n"]:
     """y = x w + b: x [..., k], kernel [k, n], bias [n] -> y [..., n] in x's dtype, which is the compute dtype.
 
@@ -43,75 +53,124 @@ def dense(
     recipe: None takes autocast's, HIGH_PRECISION none. Without a recipe this is the plain product. Under
         autocast(Rules) a call outside of a Linen layer has no path to match: ValueError.
     key: the JAX key of stochastic rounding, needed where a recipe that rounds dy stochastically is differentiated.
+    state: of DelayedScaling, from `jax_fp4.delayed.init`, and for this call alone; its cotangent is the next state.
     preferred_element_type: y's dtype, rounded once from the float32 sum, if not x's.
 
     The three products and what is kept for them follow the recipe's backward mode. dx has x's dtype, dw and db those of
     their parameters; db is always the sum of the unquantized dy. Nothing is computed or kept for an operand that
     nobody differentiates. Raises TypeError, ValueError or UnsupportedError for what is not described here.
     """
-    return dense_as("dense", x, kernel, bias, recipe, key, preferred_element_type)
+    return dense_as("dense", x, kernel, bias, recipe, key, state, preferred_element_type)
 
 
 def dense_as(
-    op: str, x: Any, kernel: Any, bias, recipe: RecipeChoice | None, key, preferred_element_type=None
+    op: str,
+    x: Any,
+    kernel: Any,
+    bias,
+    recipe: RecipeChoice | None,
+    key,
+    state: DelayedState | None,
+    preferred_element_type,
 ) -> Float[Array, "*b n"]:
     """`dense`, known by the name `op` to errors and to the report."""
     chosen = resolve(op, recipe)
     check_x(op, x)
     k, n = shape = check_kernel(op, "kernel", kernel, f"x {x.shape}", x.shape[-1], grouped=False)
     check_bias(op, "bias", bias, shape)
-    _record.record(_record.LayerEvent(_record.path(), op, x.shape, (k, n), chosen, chosen_by(op, recipe)))
     y_dtype = x.dtype
     if preferred_element_type is not None:
         y_dtype = float_dtype(op, "preferred_element_type", preferred_element_type, "y is written in it")
+    check_state(op, chosen, state)
+    event = _record.LayerEvent(_record.path(), op, x.shape, (k, n), chosen, chosen_by(op, recipe))
     if chosen is None:
+        _record.record(event)
         return _high_precision(x, kernel, bias, y_dtype)
     rows = jnp.asarray(x).reshape(math.prod(x.shape[:-1]), k)  # not -1: k may be 0
     check_padding(op, chosen, k, n, rows.shape[0])
     seed = None if key is None else key_words(op, key)
-    static = Static(op, chosen, x.dtype, y_dtype, kernel_dtype(kernel), None if bias is None else bias.dtype)
-    y: Any = affine(rows, kernel, bias, seed, None, static)
+    bias_dtype = None if bias is None else bias.dtype
+    static = Static(op, chosen, x.dtype, y_dtype, kernel_dtype(kernel), bias_dtype, is_used_again(state))
+    _record.record(event._replace(cost=cost_of(rows, kernel, bias, seed, None, state, static)))
+    y: Any = affine(rows, kernel, bias, seed, None, state, static)
     return y.reshape(*x.shape[:-1], n)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def affine(x: Float[Array, "m k"], kernel: Kernel, bias, seed, group_sizes, static: Static) -> Float[Array, "m n"]:
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def affine(
+    x: Float[Array, "m k"], kernel: Kernel, bias, seed, group_sizes, state, static: Static
+) -> Float[Array, "m n"]:
     """y = x w + b, the layer itself: for `dense`, and with group_sizes, kernel [g, k, n] and bias [g, n] for
     `grouped_dense`."""
-    planes = _modes.operands(x, kernel, static.recipe, Needs(False, False), group_sizes)
+    planes = _modes.operands(x, kernel, static.recipe, Needs(False, False), group_sizes, scales=scales_of(state))
     return _modes.multiply(*planes, static.y_dtype, group_sizes, compute=static.dtype, bias=bias)
 
 
-def _affine_fwd(x: Any, kernel: Any, bias, seed, group_sizes, static: Static):
+def _affine_fwd(x: Any, kernel: Any, bias, seed, group_sizes, state, static: Static):
     """Residuals for what is differentiated, and the errors that only differentiation can make."""
     if is_frozen(kernel):
         refuse_perturbed(static.op, "kernel", kernel)
+    if static.used_again and state.calls.perturbed:
+        refuse_used_again(static.op)
     needs = Needs(x.perturbed, not is_frozen(kernel) and kernel.perturbed)
-    x, kernel, bias, seed, group_sizes = primals((x, kernel, bias, seed, group_sizes))
+    x, kernel, bias, seed, group_sizes, state = primals((x, kernel, bias, seed, group_sizes, state))
     recipe = static.recipe
     if any(needs):
         require_key(static.op, recipe, seed)
     if needs.x:
         _modes.require_along_n(static.op, "kernel", kernel, recipe)
-    qx, qw = _modes.operands(x, kernel, recipe, needs, group_sizes)
+    qx, qw = _modes.operands(x, kernel, recipe, needs, group_sizes, scales=scales_of(state))
     y = _modes.multiply(qx, qw, static.y_dtype, group_sizes, compute=static.dtype, bias=bias)
-    return y, (_modes.residuals(x, kernel, seed, qx, qw, recipe, needs, group_sizes), group_sizes)
+    state = seen_forward(state, recipe, qx.forward, None if is_frozen(kernel) else qw.forward)
+    return y, (_modes.residuals(x, kernel, seed, qx, qw, recipe, needs, group_sizes), group_sizes, state)
 
 
-def _affine_bwd(static: Static, residuals: tuple[Residuals, Any], dy):
-    kept, group_sizes = residuals
+def _affine_bwd(static: Static, residuals: tuple[Residuals, Any, Any], dy):
+    kept, group_sizes, state = residuals
     if isinstance(dy, SymbolicZero):
-        return (None,) * 5
+        return (None,) * 6
     dtypes = static.dtype, static.kernel_dtype
     # y may be wider than the compute dtype
-    dx, dw = _modes.gradients(dy.astype(static.dtype), kept, static.recipe, dtypes, group_sizes)
+    narrow, scale = dy.astype(static.dtype), scales_of(state).dy
+    dx, dw, amax = _modes.gradients(narrow, kept, static.recipe, dtypes, group_sizes, scale)
     db = None
     if static.bias_dtype is not None:
         db = sum_of_groups(dy, group_sizes).astype(static.bias_dtype)
-    return dx, dw, db, None, None
+    return dx, dw, db, None, None, seen_backward(state, static.recipe, amax)
 
 
 affine.defvjp(_affine_fwd, _affine_bwd, symbolic_zeros=True)
+
+
+def cost_of(x, kernel, bias, seed, group_sizes, state, static: Static) -> Any:
+    """What `affine` takes, for the report. It is differentiated to learn that, so there is a key even where the call,
+    only evaluated, has none."""
+    seed = jax.ShapeDtypeStruct((2,), jnp.uint32) if seed is None else seed
+    rest = bias, seed, group_sizes, state
+    if is_frozen(kernel):
+        return _record.cost_of(lambda x, *rest: affine(x, *rest, static), x, kernel, *rest)
+    return _record.cost_of(lambda both, *rest: affine(*both, *rest, static), (x, kernel), *rest)
+
+
+def scales_of(state: DelayedState | None) -> Scales:
+    return Scales() if state is None else Scales(state.x.scale, state.kernel.scale, state.dy.scale)
+
+
+def seen_forward(state: Any, recipe: Recipe | None, qx: Any, qw: Any) -> Any:
+    """The state after what the forward quantized (None for a frozen kernel)."""
+    if state is None:
+        return None
+    assert isinstance(recipe, DelayedScaling)
+    kernel = observed(state.kernel, recipe, "kernel", None if qw is None else qw.amax)
+    return dataclasses.replace(state, x=observed(state.x, recipe, "x", qx.amax), kernel=kernel)
+
+
+def seen_backward(state: Any, recipe: Recipe | None, amax: Any) -> Any:
+    """And after what the backward quantized: the cotangent of the state that the forward was given."""
+    if state is None:
+        return None
+    assert isinstance(recipe, DelayedScaling)
+    return dataclasses.replace(state, dy=observed(state.dy, recipe, "dy", amax), calls=jnp.ones_like(state.calls))
 
 
 def require_key(op: str, recipe: Recipe | None, seed) -> None:
@@ -192,7 +251,8 @@ def _check_frozen(op: str, name: str, kernel, grouped: bool) -> None:
         if q is None:
             continue
         check_quantized(op, name, q)
-        own_amax = not grouped or (len(q.shape) == 3 and q.amax.shape == q.shape[:1])
+        amax = q.amax if q.format == "nvfp4" else q.block_scale
+        own_amax = not grouped or (len(q.shape) == 3 and amax.shape[:1] == q.shape[:1])
         if q.axis != axis or q.hadamard or q.row_scaled or q.grouped or not own_amax:
             shown = f"{q!r}{' (Hadamard-transformed)' if q.hadamard else ''}"
             needs = f"axis={axis}, one amax{' for each group' if grouped else ''} and no transform"
@@ -211,12 +271,13 @@ def check_padding(
     are data, and padded as they come. names: of the arguments with the extents k and n."""
     if recipe is None or not is_strict():
         return
-    default = recipe.mode is BackwardMode.DEFAULT
-    extents = [
-        (names[0], k),
-        *([(names[1], n)] if default else []),
-        *([("x (rows)", m)] if default and m is not None else []),
-    ]
-    for name, extent in extents:
-        if extent % BLOCK:
-            refuse_padding(op, name, f"extent {extent}")
+    extents = {names[0]: k, names[1]: n, "x (rows)": m}
+    products: tuple[tuple[str, Product, Operand], ...] = (
+        (names[0], "forward", "x"),
+        (names[1], "dgrad", "dy"),
+        ("x (rows)", "wgrad", "dy"),
+    )
+    for name, product, operand in products:
+        scaling, extent = scaling_of(recipe, product, operand), extents[name]
+        if scaling is not None and extent is not None and extent % scaling.length:
+            refuse_padding(op, name, f"extent {extent}", scaling.length)

@@ -13,9 +13,10 @@ from jaxtyping import Array, Float
 
 from jax_fp4 import _record
 from jax_fp4._arguments import check_float
+from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._dense import dense
 from jax_fp4._errors import UnsupportedError, message
-from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, chosen_by, resolve
+from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe
 
 Axes = Sequence[int]
 DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]  # ((lhs, rhs) contracted, (lhs, rhs) batch)

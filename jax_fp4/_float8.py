@@ -11,11 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_fp4 import _record, reference_fp8
+from jax_fp4 import _groups, _record, reference_fp8
 from jax_fp4._arguments import IMPLEMENTATIONS, Implementation, Tensor, compute_dtype
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import UnsupportedError, is_strict, message
-from jax_fp4._formats import FLOAT8_BLOCKS, FLOAT8_FORMATS, Float8Quantization, padded, stored
+from jax_fp4._formats import (
+    FLOAT8_BLOCKS,
+    FLOAT8_FORMATS,
+    TILES_EXCLUDE_GROUPS,
+    Float8Quantization,
+    grouped_extent,
+    padded,
+    stored,
+)
 from jax_fp4._lowering import undifferentiable
 from jax_fp4._recipe import check_choice
 
@@ -30,9 +38,9 @@ def quantize(
 
     only_nvfp4: the flags that this format does not have, by name; any that is set is an error.
     """
-    _refuse_foreign(op, format, only_nvfp4, group_sizes)
-    q = _quantization(op, x, format, block, power_of_two, eps, amax, scale, dtype)
-    tensor = Tensor.of(op, x, batch_dims, None, implementation)
+    _refuse_foreign(op, format, only_nvfp4)
+    q = _quantization(op, x, format, block, power_of_two, eps, amax, scale, group_sizes, dtype)
+    tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation)
     given = [
         _per_tensor(op, name, value, tensor, positive=name == "scale")
         for name, value in (("amax", amax), ("scale", scale))
@@ -40,45 +48,67 @@ def quantize(
     results = []
     for axis in axes:
         run = _specification("quantize", op, format, implementation, is_strict(), q=replace(q, axis=axis))
-        results.append(_packed(run(tensor.x, *given), tensor, format, replace(q, axis=axis)))
+        results.append(_packed(run(tensor.x, *given, tensor.group_sizes), tensor, format, replace(q, axis=axis)))
     _note(op, tensor, q, axes)
     return tuple(results)
 
 
 def dequantize(q: QuantizedTensor, dtype: np.dtype, implementation: Implementation):
     """The values of q, an array of q.shape: code times scale, one rounding to dtype."""
-    op, batch = "dequantize", ()
-    tiles = q.block is not None and q.block[0] > 1
-    if q.block is None:
-        batch = q.block_scale.shape
-    elif tiles:
-        batch = q.block_scale.shape[:-2]
-    rows = math.prod(q.codes.shape[len(batch) : -1])
-    codes = q.codes.reshape(*batch, rows, q.codes.shape[-1])
-    scale = q.block_scale
-    if q.block is not None and not tiles:
-        scale = scale.reshape(rows, scale.shape[-1])
-    tile = q.block[0] if q.block is not None else 1
-    run = _specification(op, op, q.format, implementation, is_strict(), tile=tile, extent=q.extent, dtype=dtype)
-    values = run(codes, scale).reshape(*q.codes.shape[:-1], q.extent)
+    if q.grouped == "blocks":
+        values = _decoded_grouped_blocks(q, dtype, implementation)
+        return values if q.axis == 0 else values.swapaxes(-1, -2)
+    codes, scale = _stored_matrices(q)
+    values = _decoded(q, codes, scale, q.extent, dtype, implementation).reshape(*q.codes.shape[:-1], q.extent)
     return values.swapaxes(-1, -2) if q.axis == 0 else values
+
+
+def _decoded(q: QuantizedTensor, codes, scale, extent: int, dtype: np.dtype, implementation: Implementation):
+    op, tile = "dequantize", 1 if q.block is None else q.block[0]
+    run = _specification(op, op, q.format, implementation, is_strict(), tile=tile, extent=extent, dtype=dtype)
+    return run(codes, scale)
+
+
+def _stored_matrices(q: QuantizedTensor):
+    """Codes [*batch, r, p] and scales as the specification takes them, with the batch that the scales have."""
+    if q.block is None and q.grouped:  # rows, which are tensors of their own here
+        k = q.codes.shape[-1]
+        codes = q.codes.reshape(math.prod(q.codes.shape[:-1]), 1, k)
+        return codes, _groups.of_group(q.block_scale, _groups.group_of_rows(q.group_sizes, codes.shape[0]), 0)
+    scale, batch = q.block_scale, ()
+    if q.block is None:
+        batch = scale.shape
+    elif q.block[0] > 1:
+        batch = scale.shape[:-2]
+    rows = math.prod(q.codes.shape[len(batch) : -1])
+    if q.block is not None and q.block[0] == 1:
+        scale = scale.reshape(rows, scale.shape[-1])
+    return q.codes.reshape(*batch, rows, q.codes.shape[-1]), scale
+
+
+def _decoded_grouped_blocks(q: QuantizedTensor, dtype: np.dtype, implementation: Implementation):
+    """The values [m, k] of a tensor whose groups lie along its blocks."""
+    if q.block is None:  # there are none: the rows of x are the columns of codes [k, m]
+        rows = replace(q, codes=q.codes.swapaxes(-1, -2), axis=-1, extent=q.codes.shape[0], grouped="rows")
+        return dequantize(rows, dtype, implementation)
+    values = _decoded(q, q.codes, q.block_scale, q.codes.shape[-1], dtype, implementation)
+    return _groups.rows_of_columns(values.swapaxes(-1, -2), q.group_sizes, q.extent, q.block[1])
 
 
 # --- arguments ---
 
 
-def _refuse_foreign(op: str, format: str, flags: dict, group_sizes) -> None:
-    """Errors for what the 8-bit formats do not have, and for what this version of them does not."""
+def _refuse_foreign(op: str, format: str, flags: dict) -> None:
+    """Errors for what the 8-bit formats do not have."""
     for name, value in flags.items():
         if value is not None and value is not False:
             why, shown = "only NVFP4 has it", f"given beside format='{format}'"
             raise ValueError(message(op, name, shown, "format='nvfp4'", why, f"a call without {name}"))
-    if group_sizes is not None:
-        shown, why = f"given beside format='{format}'", "this version groups rows in that format only"
-        raise UnsupportedError(message(op, "group_sizes", shown, "format='nvfp4'", why, "jax.vmap over equal groups"))
 
 
-def _quantization(op: str, x, format: str, block, power_of_two, eps, amax, scale, dtype) -> Float8Quantization:
+def _quantization(
+    op: str, x, format: str, block, power_of_two, eps, amax, scale, group_sizes, dtype
+) -> Float8Quantization:
     """Every flag of the call, checked one by one and in pairs. The axis is set later."""
     scaling, codes = FLOAT8_FORMATS[format]
     length = FLOAT8_BLOCKS.get(scaling)
@@ -98,6 +128,9 @@ def _quantization(op: str, x, format: str, block, power_of_two, eps, amax, scale
     if scale is not None and not (amax is None and power_of_two is None and not eps):
         why = "amax, power_of_two and eps make the scale that is given here"
         raise ValueError(message(op, "scale", "together with one of them", "neither of the three", why, "scale=None"))
+    if group_sizes is not None and block is not None and block[0] > 1:
+        shown, fix = "together with group_sizes", "a call without group_sizes"
+        raise ValueError(message(op, f"block={block}", shown, "one of the two", TILES_EXCLUDE_GROUPS, fix))
     return Float8Quantization(
         scaling=scaling,
         codes=codes,
@@ -109,16 +142,18 @@ def _quantization(op: str, x, format: str, block, power_of_two, eps, amax, scale
 
 
 def _per_tensor(op: str, name: str, value, tensor: Tensor, *, positive: bool):
-    """A given amax or scale: float32, one for the tensor or each batch entry; checked where its values are known."""
+    """A given amax or scale: float32, one for the tensor, each batch entry or each group; checked where its values are
+    known."""
     if value is None:
         return None
     if isinstance(value, float | int) and not isinstance(value, bool):
         value = np.float32(value)
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-    if dtype != np.float32 or shape != tensor.batch:
+    need = tensor.batch if tensor.groups is None else (tensor.groups,)
+    if dtype != np.float32 or shape != need:
         shown = f"{dtype} {shape}" if dtype is not None else f"a {type(value).__name__}"
-        why = "there is one for the tensor, or for each batch entry"
-        raise ValueError(message(op, name, shown, f"float32 {tensor.batch}", why, f"{name}=None"))
+        why = "there is one for the tensor, or for each batch entry or group"
+        raise ValueError(message(op, name, shown, f"float32 {need}", why, f"{name}=None"))
     if not isinstance(value, Tracer):
         known = np.asarray(value)
         if np.any(known < 0) or (positive and not np.all((known > 0) & np.isfinite(known))):
@@ -140,11 +175,14 @@ def _packed(arrays, tensor: Tensor, format: str, q: Float8Quantization) -> Quant
         codes=codes.reshape(*rows, codes.shape[-1]),
         block_scale=scale.reshape(*rows, scale.shape[-1]) if by_row else scale,
         amax=amax,
+        group_sizes=tensor.group_sizes,
         format=format,
         axis=q.axis,
         extent=stored(tensor.x.shape, q.axis)[1],
         dtype=jnp.dtype(q.compute_dtype),
         block=None if block is None else (q.tile, block),
+        power_of_two=q.power_of_two,
+        grouped="" if tensor.group_sizes is None else "rows" if q.axis == -1 else "blocks",
     )
 
 
@@ -184,5 +222,7 @@ def _note(op: str, tensor: Tensor, q: Float8Quantization, axes: Axes) -> None:
     padding = 0
     for axis in axes:
         rows, extent = stored(tensor.x.shape, axis)
-        padding += math.prod(tensor.batch) * rows * (padded(extent, q.block) - extent)
+        by_group = axis == 0 and tensor.groups is not None
+        blocks = grouped_extent(extent, tensor.groups or 0, q.block) if by_group else padded(extent, q.block)
+        padding += math.prod(tensor.batch) * rows * (blocks - extent)
     _record.record(_record.CallEvent(_record.path(), op, tensor.x.shape, "reference", padding))

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-FORMATS = ("nvfp4",)  # that products and layers of this version know
-# What `quantize` knows besides: how it scales, and the format of its codes.
+# The 8-bit formats: how they scale, and the format of their codes.
 FLOAT8_FORMATS: dict[str, tuple[Literal["mxfp8", "float8_block", "float8"], Literal["e4m3", "e5m2"]]] = {
     "mxfp8": ("mxfp8", "e4m3"),
     "mxfp8_e5m2": ("mxfp8", "e5m2"),
@@ -13,6 +12,7 @@ FLOAT8_FORMATS: dict[str, tuple[Literal["mxfp8", "float8_block", "float8"], Lite
     "float8": ("float8", "e4m3"),
     "float8_e5m2": ("float8", "e5m2"),
 }
+FORMATS = ("nvfp4", *FLOAT8_FORMATS)
 BLOCK = 16  # elements that share one E4M3 scale
 PACK = 2  # codes a byte, even index in the low nibble
 
@@ -98,6 +98,9 @@ class Float8Quantization:
         return E4M3_MAX if self.codes == "e4m3" else E5M2_MAX
 
 
+TILES_EXCLUDE_GROUPS = "tiles are for weights, groups are rows of activations and gradients"
+
+
 def exclusion(q: Quantization, stochastic: bool, grouped: bool = False) -> tuple[str, str, str] | None:
     """The first pair of flags that one call cannot have, and why; None if there is none."""
     rows, chosen = "row_scaled=True", "four_over_six"
@@ -110,7 +113,7 @@ def exclusion(q: Quantization, stochastic: bool, grouped: bool = False) -> tuple
         (rows, key, "row scaling is for activations, stochastic rounding for gradients"),
         (chosen, transform, "the choice compares errors of untransformed values"),
         (chosen, key, "the choice compares errors of nearest rounding"),
-        (tiles, groups, "tiles are for weights, groups are rows of activations and gradients"),
+        (tiles, groups, TILES_EXCLUDE_GROUPS),
     )
     return next((pair for pair in pairs if given[pair[0]] and given[pair[1]]), None)
 
@@ -126,9 +129,9 @@ def stored(shape: tuple[int, ...], axis: int) -> tuple[int, int]:
     return (m, k) if axis == -1 else (k, m)
 
 
-def grouped_extent(m: int, groups: int) -> int:
+def grouped_extent(m: int, groups: int, block: int = BLOCK) -> int:
     """Columns that hold m rows column-wise where each group begins at a block of its own, whatever the sizes."""
-    return (m + (BLOCK - 1) * groups) // BLOCK * BLOCK
+    return (m + (block - 1) * groups) // block * block
 
 
 def amax_shape(batch: tuple[int, ...], rows: int, q: Quantization, groups: int | None = None) -> tuple[int, ...]:

@@ -8,8 +8,10 @@ from jaxtyping import Array, Float
 
 from jax_fp4 import _record
 from jax_fp4._arguments import check_group_sizes, float_dtype, key_words
-from jax_fp4._dense import Static, affine, check_bias, check_kernel, check_padding, check_x, kernel_dtype
-from jax_fp4._recipe import RecipeChoice, chosen_by, resolve
+from jax_fp4._choosing import chosen_by, resolve
+from jax_fp4._dense import Static, affine, check_bias, check_kernel, check_padding, check_x, cost_of, kernel_dtype
+from jax_fp4._recipe import RecipeChoice
+from jax_fp4.delayed import DelayedState, check_state, is_used_again
 
 
 def grouped_dense(
@@ -20,6 +22,7 @@ def grouped_dense(
     *,
     recipe: RecipeChoice | None = None,
     key=None,
+    state: DelayedState | None = None,
     preferred_element_type=None,
 ) -> Float[Array, "*b n"]:
     """y = x w + b for each group: x [..., k], kernel [g, k, n], bias [g, n] -> y [..., n] in x's dtype.
@@ -29,6 +32,7 @@ def grouped_dense(
     sum are not read, and zero in y and dx; the gradients of a group without rows are zero.
     kernel: an array or, frozen, a QuantizedTensor blocked along k (`quantize(w, axis=0, batch_dims=1)`) or the pair
     `quantize_transpose(w, batch_dims=1)`.
+    state: of DelayedScaling, from `jax_fp4.delayed.init(recipe, (g,))`, as in `dense`.
     recipe, key, preferred_element_type, the three products, what is kept for them and the dtypes of gradients: as in
     `dense`; every group is quantized as if alone, with amaxes of its own. Without a recipe this is a product in x's
     dtype, differentiable, whose work does not grow with g. Raises TypeError, ValueError or UnsupportedError for what is
@@ -40,13 +44,17 @@ def grouped_dense(
     g, k, n = shape = check_kernel(op, "kernel", kernel, f"x {x.shape}", x.shape[-1], grouped=True)
     check_bias(op, "bias", bias, shape)
     check_group_sizes(op, group_sizes, g)
-    _record.record(_record.LayerEvent(_record.path(), op, x.shape, shape, chosen, chosen_by(op, recipe)))
+    event = _record.LayerEvent(_record.path(), op, x.shape, shape, chosen, chosen_by(op, recipe))
+    check_state(op, chosen, state, (g,))
     check_padding(op, chosen, k, n)
     y_dtype = x.dtype
     if preferred_element_type is not None:
         y_dtype = float_dtype(op, "preferred_element_type", preferred_element_type, "y is written in it")
     rows = jnp.asarray(x).reshape(math.prod(x.shape[:-1]), k)  # not -1: k may be 0
-    static = Static(op, chosen, x.dtype, y_dtype, kernel_dtype(kernel), None if bias is None else bias.dtype)
+    bias_dtype = None if bias is None else bias.dtype
+    static = Static(op, chosen, x.dtype, y_dtype, kernel_dtype(kernel), bias_dtype, is_used_again(state))
     seed = None if key is None else key_words(op, key)
-    y: Any = affine(rows, kernel, bias, seed, jnp.asarray(group_sizes), static)
+    arguments = rows, kernel, bias, seed, jnp.asarray(group_sizes), state, static
+    _record.record(event._replace(cost=cost_of(*arguments) if chosen is not None else None))
+    y: Any = affine(*arguments)
     return y.reshape(*x.shape[:-1], n)

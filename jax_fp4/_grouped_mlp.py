@@ -17,12 +17,13 @@ from jaxtyping import Array, Float
 from jax_fp4 import _groups, _modes, _record
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._arguments import check_float, check_group_sizes, key_words
+from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._dense import check_bias, check_kernel, check_padding, check_x, kernel_dtype, require_key
-from jax_fp4._errors import message
-from jax_fp4._modes import Needs, Residuals, is_frozen, mode_of
+from jax_fp4._errors import UnsupportedError, message
+from jax_fp4._modes import Needs, Residuals, is_frozen
 from jax_fp4._ops import Made
 from jax_fp4._products import dots_with_groups, sum_of_groups
-from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, chosen_by, resolve
+from jax_fp4._recipe import BackwardMode, DelayedScaling, Recipe, RecipeChoice, check_recipe, mode_of
 from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
 
 
@@ -130,6 +131,7 @@ def mlp_as(
     act = activation_of(op, activation)
     check_recipe(op, out_recipe, "out_recipe")
     first, second = resolve(op, recipe), resolve(op, recipe_of_second(recipe, out_recipe))
+    _refuse_delayed(op, recipe=first, out_recipe=second)
     check_x(op, x)
     in_shape = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped=grouped)
     *groups, k, hidden = in_shape
@@ -171,6 +173,14 @@ def mlp_as(
     static = Static(op, (first, second), act, x.dtype, dtypes)
     y: Any = _mlp(arguments, seeds, group_sizes, static)
     return y.reshape(*x.shape[:-1], n)
+
+
+def _refuse_delayed(op: str, **recipes: Recipe | None) -> None:
+    """Without the scales of its state, delayed scaling would be current scaling, silently."""
+    for argument, recipe in recipes.items():
+        if isinstance(recipe, DelayedScaling):
+            why, fix = "its scales are a state, which this function does not take", "Float8CurrentScaling()"
+            raise UnsupportedError(message(op, argument, "DelayedScaling", "another recipe", why, fix))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -215,8 +225,8 @@ def _forward(arguments: Arguments, seeds, group_sizes, static: Static, needs_in:
     y = _modes.multiply(qa, qw, dtype, group_sizes, compute=dtype, bias=b_out, bias_weights=weights)
     second = _modes.residuals(a, w_out, out_seed, qa, qw, out_recipe, needs_out, group_sizes)
     # unquant's dw_out reads a, which h gives again
-    remake = needs_out.kernel and mode_of(out_recipe) is BackwardMode.UNQUANT
-    if mode_of(out_recipe) is BackwardMode.UNQUANT:
+    remake = needs_out.kernel and mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT
+    if mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT:
         second = second._replace(x=keep(None, lambda: a))
     h = keep(h if needs_out.x or remake else None, lambda: h)
     return y, Kept(first, second, h, jnp.zeros(int(remake)), b_out, probs, group_sizes)
@@ -230,7 +240,7 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
     if kept.remake.size:
         a = _weighted(static.activation(kept.h.astype(jnp.float32)), probs).astype(dtype)
         second = second._replace(x=a)
-    da, dw_out = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes)
+    da, dw_out, _ = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes)
     db_out = None if b_out is None else sum_of_groups(_weighted(dy, probs), sizes).astype(dtypes.b_out)
     if da is None:
         return Arguments(None, None, dw_out, None, db_out, None), None, None
@@ -243,7 +253,7 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
             d_probs += dots_with_groups(dy, b_out, sizes)
         d_probs = d_probs.astype(probs.dtype)
     dh = pull(_weighted(da.astype(jnp.float32), probs))[0].astype(dtype)
-    dx, dw_in = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes)
+    dx, dw_in, _ = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes)
     db_in = None if dtypes.b_in is None else sum_of_groups(dh, sizes).astype(dtypes.b_in)
     return Arguments(dx, dw_in, dw_out, db_in, db_out, d_probs), None, None
 

@@ -1,7 +1,7 @@
 """Where the rows of each group lie: docs/numerics.md, section 2, as index arithmetic over NumPy or jax.numpy.
 
 group_sizes is int32 [*B, g] and data: a negative size counts as 0, offsets clip at m. Rows from the last offset on
-are the tail; they belong to "group" g. Column-wise every group begins at a block of 16 of its own.
+are the tail; they belong to "group" g. Column-wise every group begins at a block of its own, of 16 (NVFP4), 32 or 128.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 from jax_fp4._formats import BLOCK, grouped_extent
 
@@ -25,12 +25,12 @@ class Bounds(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The column-wise layout: P positions, of which each holds a row of x or padding."""
+    """The column-wise layout in blocks of B: P positions, of which each holds a row of x or padding."""
 
     row: Int[AnyArray, "*B P"]  # of x, m where the position is padding
     first_block: Int[AnyArray, "*B g"]
     blocks: Int[AnyArray, "*B g"]  # of each group
-    group: Int[AnyArray, "*B P/16"]  # of each block, g for the unused ones
+    group: Int[AnyArray, "*B P/B"]  # of each block, g for the unused ones
 
 
 def bounds(group_sizes: Int[AnyArray, "*B g"], m: int) -> Bounds:
@@ -61,18 +61,65 @@ def group_of_rows(group_sizes: Int[AnyArray, "*B g"], m: int) -> Int[AnyArray, "
     return group_of(bounds(group_sizes, m).ends, m)
 
 
-def columns(group_sizes: Int[AnyArray, "*B g"], m: int) -> Columns:
+def columns(group_sizes: Int[AnyArray, "*B g"], m: int, block: int = BLOCK) -> Columns:
     xp: Any = np if isinstance(group_sizes, np.ndarray) else jnp
     starts, ends = bounds(group_sizes, m)
-    blocks = (ends - starts + (BLOCK - 1)) // BLOCK
+    blocks = (ends - starts + (block - 1)) // block
     last = xp.cumsum(blocks, axis=-1, dtype=np.int32)
     first = last - blocks
-    extent = grouped_extent(m, group_sizes.shape[-1])
-    group = group_of(last, extent // BLOCK)
-    by_position = xp.repeat(group, BLOCK, axis=-1)
-    within = xp.arange(extent, dtype=np.int32) - of_group(BLOCK * first, by_position, 0)
+    extent = grouped_extent(m, group_sizes.shape[-1], block)
+    group = group_of(last, extent // block)
+    by_position = xp.repeat(group, block, axis=-1)
+    within = xp.arange(extent, dtype=np.int32) - of_group(block * first, by_position, 0)
     row = of_group(starts, by_position, 0) + within
     return Columns(xp.where(row < of_group(ends, by_position, 0), row, m), first, blocks, group)
+
+
+class Layout(NamedTuple):
+    """The groups of one stored form: its rows (axis=-1) or its blocks (axis=0) each belong to one, or to none.
+
+    Column-wise without blocks (block=1) the rows of x stay where they are, and are what `group` tells of.
+    """
+
+    axis: int
+    bounds: Bounds
+    columns: Columns | None  # axis=0 only
+    group: Any  # of each row or block
+
+    @classmethod
+    def of(cls, group_sizes: Int[AnyArray, "*B g"], m: int, axis: int, block: int = BLOCK):
+        where = bounds(group_sizes, m)
+        by_block = columns(group_sizes, m, block) if axis == 0 and block > 1 else None
+        return cls(axis, where, by_block, group_of(where.ends, m) if by_block is None else by_block.group)
+
+    @property
+    def groups(self) -> int:
+        return self.bounds.ends.shape[-1]
+
+    def arrange(self, x: AnyArray) -> AnyArray:
+        """x with zeros in the tail; column-wise each group at a block of its own, with zeros up to the next."""
+        xp: Any = np if isinstance(x, np.ndarray) else jnp
+        if self.columns is None:
+            return xp.where((self.group < self.groups)[..., None], x, xp.zeros((), x.dtype))
+        x = xp.concatenate([x, xp.zeros_like(x[..., :1, :], shape=(*x.shape[:-2], 1, x.shape[-1]))], axis=-2)
+        return xp.take_along_axis(x, self.columns.row[..., None], axis=-2)
+
+
+def rows_of_columns(
+    values: Shaped[AnyArray, "P k"], group_sizes: Int[AnyArray, " g"], m: int, block: int = BLOCK
+) -> Any:
+    """[m, k], of values' kind: what lies at the P positions of the column-wise layout, at the rows of x; zero in the tail."""
+    extent, k = values.shape
+    where, layout = bounds(group_sizes, m), columns(group_sizes, m, block)
+    group = group_of(where.ends, m)
+    shift = of_group(block * layout.first_block - where.starts, group, 0)
+    xp: Any = np if isinstance(group, np.ndarray) else jnp
+    position = xp.where(group < group_sizes.shape[0], xp.arange(m, dtype=np.int32) + shift, extent)
+    if extent == 0:  # no groups, and fewer rows than a block
+        return (np if isinstance(values, np.ndarray) else jnp).zeros((m, k), values.dtype)
+    if isinstance(values, np.ndarray):
+        return np.concatenate([values, np.zeros((1, k), values.dtype)])[position]
+    return jnp.take(values, position, axis=0, mode="fill", fill_value=0)
 
 
 def of_group(values: AnyArray, group: Int[AnyArray, "*B n"], tail: Any) -> AnyArray:

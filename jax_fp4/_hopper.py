@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jax_fp4 import _ffi, reference
 from jax_fp4._array import QuantizedTensor
-from jax_fp4._formats import BLOCK, INTERLEAVE, PACK, padded
+from jax_fp4._formats import BLOCK, INTERLEAVE, PACK, grouped_extent, padded
 from jax_fp4._lowering import choose, is_partitioned
 
 MOST_GROUPS = 1024
@@ -53,7 +53,7 @@ def quantized_rows(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, row_weights
     of_rows = column.size > 1 and (lhs.row_scaled or not lhs.grouped)
     shape = lhs.codes.shape[:-1] if of_rows else (groups,)
     column = jnp.broadcast_to(column if of_rows else column.reshape(-1), shape).reshape(-1)
-    row = _by_group(row.reshape(groups, -1))
+    row = _by_group(row.reshape(groups, -1), groups)
     return _ffi.grouped_matmul(
         values, codes, block_scale, column, row, bias, row_weights, group_sizes, dtype, lhs_of_rows=of_rows
     )
@@ -76,15 +76,18 @@ def quantized_contraction(
 ) -> Array:
     """[g,k,n] = [k,m] @ [m,n] over the rows of each group, of operands stored column-wise, as exact bfloat16. column,
     row: their `tensor_factor`, [g, 1, 1] or [g, k, 1] and [g, n, 1]."""
-    column, row = (_by_group(factor[..., 0]) for factor in (column, row))
+    groups = group_sizes.shape[0]
+    column, row = (_by_group(factor[..., 0], groups) for factor in (column, row))
+    lhs, rhs = (_up_to(a, 1, grouped_extent(m, groups)) for a in (lhs, rhs))
     return _ffi.grouped_contraction(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=True)
 
 
-def contraction(lhs: Float[Array, "m k"], rhs: Float[Array, "m n"], group_sizes, dtype) -> Array:
-    """The same in bfloat16, of operands stored row by row."""
+def contraction(lhs: Float[Array, "m k"], rhs: Float[Array, "m n"], group_sizes, dtype, column=None, row=None) -> Array:
+    """The same in bfloat16, of operands stored row by row; their factors, if there are any, are those of groups."""
     (m, k), n = lhs.shape, rhs.shape[1]
     lhs, rhs = _whole(lhs, 1), _whole(rhs, 1)
-    dw = _ffi.grouped_contraction(lhs, rhs, None, None, group_sizes, m, dtype, rows_last=False)
+    column, row = (None if factor is None else factor.reshape(-1) for factor in (column, row))
+    dw = _ffi.grouped_contraction(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=False)
     return dw[:, :k, :n]
 
 
@@ -92,8 +95,9 @@ def _matrix(a: Array) -> Array:
     return a.reshape(-1, a.shape[-1])
 
 
-def _by_group(factor: Any) -> Array:
-    """[g, r] as [g] where r is 1."""
+def _by_group(factor: Any, groups: int) -> Array:
+    """[g | 1, r] as [g, r], or [g] where r is 1."""
+    factor = jnp.broadcast_to(factor, (groups, factor.shape[1]))
     return factor[:, 0] if factor.shape[1] == 1 else factor
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from jax_fp4._dense import dense_as
 from jax_fp4._norm import normalize
 from jax_fp4._recipe import RecipeChoice
+from jax_fp4.delayed import DelayedState
 
 
 def layernorm_dense(
@@ -22,13 +23,14 @@ def layernorm_dense(
     zero_centered_scale: bool = False,
     recipe: RecipeChoice | None = None,
     key=None,
+    state: DelayedState | None = None,
     preferred_element_type=None,
 ) -> Float[Array, "*b n"]:
     """y = norm(x) w + b: x [..., k], scale [k], norm_bias [k] or None, kernel [k, n], bias [n] -> y [..., n].
 
     norm: "layernorm", or "rmsnorm" (norm_bias=None). Statistics are float32, with Flax's formulas; zero_centered_scale:
     1 + scale multiplies, so that scale may start at, and decay to, 0. The normalized output has x's dtype.
-    kernel, bias, recipe, key, preferred_element_type: as in `dense`, whose operand the normalized output is.
+    kernel, bias, recipe, key, state, preferred_element_type: as in `dense`, whose operand the normalized output is.
 
     Kept for the backward: of the product what `dense` keeps in each mode (the normalized output column-wise in default,
     in x's dtype in unquant, row-wise in dequant); of the norm x and two float32 numbers a row (rmsnorm: one). Gradients
@@ -36,4 +38,4 @@ def layernorm_dense(
     """
     op = "layernorm_dense"
     normed = normalize(op, x, scale, norm_bias, norm=norm, epsilon=epsilon, zero_centered_scale=zero_centered_scale)
-    return dense_as(op, normed, kernel, bias, recipe, key, preferred_element_type)
+    return dense_as(op, normed, kernel, bias, recipe, key, state, preferred_element_type)

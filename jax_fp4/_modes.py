@@ -1,19 +1,20 @@
 """What each backward mode multiplies and keeps: the table of docs/numerics.md, section 4, as code."""
 
 import dataclasses
-from typing import Any, NamedTuple, assert_never
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from jax_fp4 import reference
-from jax_fp4._array import QuantizedTensor
+from jax_fp4._array import QuantizedTensor, stored_dtypes
 from jax_fp4._errors import message
-from jax_fp4._formats import BLOCK, padded
+from jax_fp4._formats import FLOAT8_FORMATS, padded
 from jax_fp4._ops import Made, quantize, quantize_made, quantize_transpose
 from jax_fp4._products import grouped_product, product
-from jax_fp4._recipe import BackwardMode, Recipe
+from jax_fp4._recipe import BackwardMode, Recipe, Scaling, draws, mode_of, scaling_of
 from jax_fp4._rules import is_kept, keep
 
 # A frozen kernel: blocked along k, or (blocked along n, blocked along k) as quantize_transpose returns it.
@@ -37,62 +38,91 @@ class Needs(NamedTuple):
 
 
 class Planes(NamedTuple):
-    """An operand for the forward (an array where nothing is quantized) and, only in the default mode and where it is
-    needed, for the backward."""
+    """An operand for the forward (an array where nothing is quantized) and, only where a product of the backward
+    quantizes it too and is needed, for that."""
 
     forward: Any
     backward: QuantizedTensor | None = None
 
 
+class Scales(NamedTuple):
+    """What the three operands are multiplied by under delayed scaling, [] or [g]; None makes scales of the values."""
+
+    x: Any = None
+    kernel: Any = None
+    dy: Any = None
+
+
+def quantized(
+    a: Float[Array, "*g m k"],
+    row: Scaling | None,
+    column: Scaling | None,
+    *,
+    seed=None,
+    made: Made | None = None,
+    **flags,
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """`a` blocked along its last axis as `row` says, and along its rows as `column` says: in one pass where they agree.
+
+    made: what `a` is made of, where that is known.
+    """
+    if row is not None and made is not None and row.format == "nvfp4":
+        both = column == row
+        mine = dict(row_scaled=row.row_scaled, four_over_six=row.four_over_six, group_sizes=flags["group_sizes"])
+        first, *rest = quantize_made(a, made, both=both, hadamard=row.hadamard, **mine)
+        return first, rest[0] if both else quantized(a, None, column, **flags)[1]
+    if row is not None and row == column:
+        key = seed if row.stochastic else None
+        return quantize_transpose(a, key=key, hadamard=row.hadamard, **row.flags, **flags)
+    first = second = None
+    if row is not None:
+        first = quantize(a, key=seed if row.stochastic else None, **row.flags, **flags)
+    if column is not None:
+        key = seed if column.stochastic else None
+        second = quantize(a, axis=0, key=key, hadamard=column.hadamard, **column.flags, **flags)
+    return first, second
+
+
 def planes_of_x(
-    x: Float[Array, "m k"], recipe: Recipe, both: bool, group_sizes=None, made: Made | None = None
+    x: Float[Array, "m k"], recipe: Recipe, backward: bool, group_sizes=None, made: Made | None = None, scale=None
 ) -> Planes:
-    """Q(x) row-wise and, in the same pass, column-wise for the default weight gradient."""
-    flags: dict[str, Any] = dict(
-        row_scaled=recipe.row_scaled_activation,
-        four_over_six=recipe.four_over_six_of("activations"),
-        group_sizes=group_sizes,
+    """Q(x) row-wise and, if `backward`, column-wise where the weight gradient wants it."""
+    column = scaling_of(recipe, "wgrad", "x") if backward else None
+    row, column = quantized(
+        x, scaling_of(recipe, "forward", "x"), column, made=made, group_sizes=group_sizes, scale=scale
     )
-    if made is not None:
-        return Planes(*quantize_made(x, made, both=both, hadamard=recipe.hadamard, **flags))
-    return Planes(*quantize_transpose(x, hadamard=recipe.hadamard, **flags)) if both else Planes(quantize(x, **flags))
+    return Planes(x if row is None else row, column)
 
 
-def planes_of_kernel(kernel: Any, recipe: Recipe, dtype, both: bool) -> Planes:
-    """Q(w) blocked along k and, in the same pass, along n for the default input gradient. float32 master weights are
+def planes_of_kernel(kernel: Any, recipe: Recipe, dtype, backward: bool, scale=None) -> Planes:
+    """Q(w) blocked along k and, if `backward`, along n where the input gradient wants it. float32 master weights are
     rounded to the compute dtype on the way; a frozen kernel is what it is."""
+    along_rows = scaling_of(recipe, "dgrad", "kernel") if backward else None
     if is_frozen(kernel):
-        return Planes(along_k(kernel), along_n(kernel) if both else None)
-    flags: dict[str, Any] = dict(
-        block=(BLOCK, BLOCK) if recipe.two_dimensional_weights else (1, BLOCK),
-        four_over_six=recipe.four_over_six_of("weights"),
-        batch_dims=kernel.ndim - 2,  # each expert's matrix is a tensor of its own
-        dtype=dtype,
-    )
-    return Planes(*reversed(quantize_transpose(kernel, **flags))) if both else Planes(quantize(kernel, axis=0, **flags))
-
-
-def mode_of(recipe: Recipe | None) -> BackwardMode:
-    """Without a recipe all three products are in high precision, as the backward of `unquant` is."""
-    return BackwardMode.UNQUANT if recipe is None else recipe.mode
+        return Planes(along_k(kernel), along_n(kernel) if along_rows is not None else None)
+    # each expert's matrix is a tensor of its own
+    flags: dict[str, Any] = dict(batch_dims=kernel.ndim - 2, dtype=dtype, scale=scale)
+    row, column = quantized(kernel, along_rows, scaling_of(recipe, "forward", "kernel"), **flags)
+    return Planes(kernel if column is None else column, row)
 
 
 def operands(
-    x, kernel: Any, recipe: Recipe | None, needs: Needs, group_sizes=None, made: Made | None = None
-) -> tuple[Planes, Planes]:
-    """Q(x) and Q(w): what y = x w multiplies, and with it what only the default backward reads. made: what x is made
-    of, where that is known."""
+    x, kernel: Any, recipe: Recipe | None, needs: Needs, group_sizes=None, made: Made | None = None,
+    scales: Scales | None = None,
+) -> tuple[Planes, Planes]:  # fmt: skip
+    """Q(x) and Q(w): what y = x w multiplies, and with it what only products of the backward that quantize read. made:
+    what x is made of, where that is known."""
     if recipe is None:
         return Planes(x), Planes(along_k(kernel) if is_frozen(kernel) else kernel)
-    default = recipe.mode is BackwardMode.DEFAULT
-    qx = planes_of_x(x, recipe, default and needs.kernel, group_sizes, made)
-    return qx, planes_of_kernel(kernel, recipe, x.dtype, both=default and needs.x)
+    scales = scales or Scales()
+    qx = planes_of_x(x, recipe, needs.kernel, group_sizes, made, scales.x)
+    return qx, planes_of_kernel(kernel, recipe, x.dtype, needs.x, scales.kernel)
 
 
 def multiply(
     x: Planes, kernel: Planes, dtype, group_sizes=None, *, compute, bias=None, bias_weights=None
 ) -> Float[Array, "m n"]:
-    """y = x w + b, [m,n] = [m,k] @ [k,n], or for each group [m,n] = [m,k] @ [g,k,n]."""
+    """y = x w + b, [m,n] = [m,k] @ [k,n], or for each group [m,n] = [m,k] @ [g,k,n]. Of two arrays in `compute`."""
     lhs, rhs = x.forward, kernel.forward
     if group_sizes is None:
         return product(lhs, _computed(rhs, compute), dtype, bias)
@@ -103,65 +133,76 @@ def residuals(
     x, kernel: Any, seed, qx: Planes, qw: Planes, recipe: Recipe | None, needs: Needs, group_sizes=None
 ) -> Residuals:
     """What the backward will read, of the arguments and of what `operands` made of them."""
-    mode = mode_of(recipe)
-    match mode:
+    match mode_of(recipe, "wgrad"):
         case BackwardMode.DEFAULT:
             assert recipe is not None
             for_dw = keep(qx.backward, lambda: planes_of_x(x, recipe, True, group_sizes).backward)
-            for_dx = keep(qw.backward, lambda: planes_of_kernel(kernel, recipe, x.dtype, True).backward)
         case BackwardMode.UNQUANT:
             for_dw = keep(x if needs.kernel else None, lambda: x)
-            # Not its cast to the compute dtype: the parameter is alive anyway, a cast would be a copy.
-            w = qw.forward if is_frozen(kernel) else kernel
-            for_dx = keep(w if needs.x else None, lambda: w)
         case BackwardMode.DEQUANT:
             for_dw = keep(qx.forward if needs.kernel else None, lambda: qx.forward)
+    match mode_of(recipe, "dgrad"):
+        case BackwardMode.DEFAULT:
+            assert recipe is not None
+            for_dx = keep(qw.backward, lambda: planes_of_kernel(kernel, recipe, x.dtype, True).backward)
+        case BackwardMode.UNQUANT:
+            # Not its cast to the compute dtype: the parameter is alive anyway, a cast would be a copy.
+            w = along_k(kernel) if is_frozen(kernel) else kernel
+            for_dx = keep(w if needs.x else None, lambda: w)
+        case BackwardMode.DEQUANT:
             for_dx = keep(qw.forward if needs.x else None, lambda: qw.forward)
-        case _:
-            assert_never(mode)
-    draw = seed if mode is BackwardMode.DEFAULT and seed is not None else jnp.zeros(0, jnp.uint32)
-    return Residuals(_with_scale_type(for_dw, jnp.uint8), _with_scale_type(for_dx, jnp.uint8), draw)
+    draw = seed if draws(recipe) and seed is not None else jnp.zeros(0, jnp.uint32)
+    return Residuals(_as_bytes(for_dw), _as_bytes(for_dx), draw)
 
 
-def _with_scale_type(part: Any, dtype) -> Any:
-    """A residual with its E4M3 block scales as bytes, or as E4M3 again. jax.checkpoint rounds the float residuals that
-    its policy saves "to their own precision", which for float8_e4m3fn is one that ends at 240: larger scales, and most
-    tensors have one, would become NaN."""
+def _as_bytes(part: Any) -> Any:
+    """A residual whose 8-bit floats are bytes. jax.checkpoint rounds the float residuals that its policy saves "to
+    their own precision", which for float8_e4m3fn is one that ends at 240: larger values, and most tensors have one,
+    would become NaN."""
     if not isinstance(part, QuantizedTensor):
         return part
-    return dataclasses.replace(part, block_scale=jax.lax.bitcast_convert_type(part.block_scale, dtype))
+    return jax.tree.map(lambda a: lax.bitcast_convert_type(a, jnp.uint8) if a.dtype.itemsize == 1 else a, part)
+
+
+def _from_bytes(part: Any) -> Any:
+    if not isinstance(part, QuantizedTensor):
+        return part
+    typed = dict(zip(("codes", "block_scale"), stored_dtypes(part.format), strict=True))
+    return dataclasses.replace(
+        part, **{name: lax.bitcast_convert_type(getattr(part, name), dtype) for name, dtype in typed.items()}
+    )
 
 
 def gradients(
-    dy: Float[Array, "m n"], kept: Residuals, recipe: Recipe | None, dtypes: tuple[Any, Any], group_sizes=None
-) -> tuple[Array | None, Array | None]:
-    """(dx, dw) of `multiply`, None for what nobody differentiates. dy has the compute dtype; `default` quantizes it
-    once, for both products; the other modes use it as it is, beside high-precision operands (unquant) or the values
-    the forward multiplied (dequant)."""
+    dy: Float[Array, "m n"],
+    kept: Residuals,
+    recipe: Recipe | None,
+    dtypes: tuple[Any, Any],
+    group_sizes=None,
+    scale=None,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """(dx, dw) of `multiply`, None for what nobody differentiates, and the amax of dy if it was quantized. dy has the
+    compute dtype; products in `default` quantize it, once for both where they agree; others use it as it is, beside
+    high-precision operands (unquant) or the values the forward multiplied (dequant)."""
     needs = Needs(is_kept(kept.kernel), is_kept(kept.x))
-    along_n = along_m = dy
-    if mode_of(recipe) is BackwardMode.DEFAULT and any(needs):
-        assert recipe is not None
-        along_n, along_m = quantize_gradient(dy, recipe, kept.seed, needs, group_sizes)
+    row, column = quantize_gradient(dy, recipe, kept.seed, needs, group_sizes, scale)
+    amax = next((q.amax for q in (row, column) if q is not None), None)
     x_dtype, kernel_dtype = dtypes
-    x, kernel = (_with_scale_type(part, jnp.float8_e4m3fn) for part in (kept.x, kept.kernel))
+    x, kernel = _from_bytes(kept.x), _from_bytes(kept.kernel)
     dx = dw = None
     if needs.x:
-        dx = _backward_product(along_n, kernel.mT, x_dtype, dy.dtype, group_sizes)
+        dx = _backward_product(dy if row is None else row, kernel.mT, x_dtype, dy.dtype, group_sizes)
     if needs.kernel:
+        along_m = dy if column is None else column
         dw = _backward_product(x.mT, along_m, kernel_dtype, dy.dtype, group_sizes, weights=False)
-    return dx, dw
+    return dx, dw, amax
 
 
-def quantize_gradient(dy: Float[Array, "m n"], recipe: Recipe, seed, needs: Needs, group_sizes=None):
-    """Q(dy) along n for dx and along m for dw: what is needed of the two, in one pass."""
-    key = seed if recipe.stochastic_rounding else None
-    flags: dict[str, Any] = dict(key=key, group_sizes=group_sizes)
-    if needs.x and needs.kernel:
-        return quantize_transpose(dy, hadamard=recipe.hadamard, **flags)
-    if needs.x:
-        return quantize(dy, **flags), None
-    return None, quantize(dy, axis=0, hadamard=recipe.hadamard, **flags)
+def quantize_gradient(dy: Float[Array, "m n"], recipe: Recipe | None, seed, needs: Needs, group_sizes=None, scale=None):
+    """Q(dy) along n for dx and along m for dw: what is needed of the two, and quantized."""
+    row = scaling_of(recipe, "dgrad", "dy") if needs.x else None
+    column = scaling_of(recipe, "wgrad", "dy") if needs.kernel else None
+    return quantized(dy, row, column, seed=seed, group_sizes=group_sizes, scale=scale)
 
 
 def _backward_product(lhs, rhs, dtype, compute, group_sizes, *, weights: bool = True) -> Array:
@@ -193,35 +234,50 @@ def along_n(kernel: FrozenKernel) -> QuantizedTensor:
 
 def require_along_n(op: str, name: str, kernel: Any, recipe: Recipe | None) -> None:
     """Where dx is needed: the default mode reads that plane of a frozen kernel."""
-    default = recipe is not None and recipe.mode is BackwardMode.DEFAULT
-    if default and isinstance(kernel, QuantizedTensor) and kernel.block != (BLOCK, BLOCK):
+    default = scaling_of(recipe, "dgrad", "kernel") is not None
+    if default and isinstance(kernel, QuantizedTensor) and not _turns(kernel):
         raise ValueError(
             message(
                 op,
                 name,
                 f"{kernel!r} with block={kernel.block}",
                 "its plane blocked along n too",
-                "backward_mode='default' multiplies dy by it, and only 16 x 16 tiles can be turned",
-                f"the pair quantize_transpose({name}), block=(16, 16), or another backward mode",
+                "backward_mode='default' multiplies dy by it, and only square tiles can be turned",
+                f"the pair quantize_transpose({name}), tiles as `block`, or another backward mode",
             )
         )
+
+
+def _turns(q: QuantizedTensor) -> bool:
+    """Whether the plane blocked along the other axis holds the same codes: of tiles, or under one scale."""
+    return q.block is None or q.block[0] == q.block[1]
 
 
 def transpose_tiles(q: QuantizedTensor) -> QuantizedTensor:
     """The other plane of a tile-scaled kernel: the same codes and scales, transposed. [n, k/2] -> [k, n/2]."""
     rows, extent = q.codes.shape[-2], q.extent
-    turned = jnp.swapaxes(reference.unpack(q.codes), -1, -2)[..., :extent, :]
-    codes = reference.pack(jnp.pad(turned, [(0, 0)] * (turned.ndim - 1) + [(0, padded(rows) - rows)]))
-    # One scale for each tile, replicated over the 16 rows of the other plane.
-    scale = jax.lax.bitcast_convert_type(q.block_scale, jnp.uint8)[..., ::BLOCK, :]
-    scale = jnp.repeat(jnp.swapaxes(scale, -1, -2), BLOCK, axis=-2)[..., :extent, :]
-    return QuantizedTensor(
-        codes=codes,
-        block_scale=jax.lax.bitcast_convert_type(scale, jnp.float8_e4m3fn),
-        amax=q.amax,
+    nvfp4 = q.format == "nvfp4"
+    codes = reference.unpack(q.codes) if nvfp4 else q.codes
+    turned = jnp.swapaxes(codes, -1, -2)[..., :extent, :]
+    length = 1 if q.block is None else q.block[1]
+    turned = jnp.pad(turned, [(0, 0)] * (turned.ndim - 1) + [(0, padded(rows, length) - rows)])
+    scale = q.block_scale
+    if q.block is not None:
+        scale = _transpose_scales(q, rows)
+    return dataclasses.replace(
+        q,
+        codes=reference.pack(turned) if nvfp4 else turned,
+        block_scale=scale,
         axis=-1 if q.axis == 0 else 0,
         extent=rows,
-        dtype=q.dtype,
-        bound=q.bound,
-        block=q.block,
     )
+
+
+def _transpose_scales(q: QuantizedTensor, rows: int) -> Array:
+    """One scale for each tile; nvfp4 and mxfp8 repeat it over the rows of the plane."""
+    assert q.block is not None
+    if FLOAT8_FORMATS.get(q.format, ("",))[0] == "float8_block":
+        return jnp.swapaxes(q.block_scale, -1, -2)
+    scale = lax.bitcast_convert_type(q.block_scale, jnp.uint8)[..., :: q.block[0], :]
+    scale = jnp.repeat(jnp.swapaxes(scale, -1, -2), q.block[0], axis=-2)[..., : q.extent, :]
+    return lax.bitcast_convert_type(scale, q.block_scale.dtype)

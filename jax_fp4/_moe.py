@@ -7,10 +7,11 @@ from jaxtyping import Array, Float
 
 from jax_fp4._activations import Activation
 from jax_fp4._arguments import check_float
+from jax_fp4._choosing import resolve
 from jax_fp4._dense import check_kernel, check_x
 from jax_fp4._errors import message
 from jax_fp4._grouped_mlp import grouped_mlp, recipe_of_second
-from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, draws, resolve
+from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, draws
 from jax_fp4._routing import Routing, combine_tokens, group_tokens, group_weights, route
 
 

@@ -49,7 +49,8 @@ def check_groups(op: str, lhs, rhs, group_sizes) -> None:
         if not isinstance(q, QuantizedTensor):
             continue
         if rows and name == "rhs":
-            if q.amax.shape[:1] != q.shape[:1] or q.grouped:
+            scale = q.amax if q.format == "nvfp4" else q.block_scale
+            if scale.shape[:1] != q.shape[:1] or q.grouped:
                 why = "each group has a matrix of its own"
                 shown, fix = repr(q), "quantize(w, axis=0, batch_dims=1)"
                 raise ValueError(message(op, name, shown, "an amax for each group", why, fix))

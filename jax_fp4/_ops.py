@@ -24,12 +24,13 @@ from jax_fp4._arguments import (
 )
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import Support, UnsupportedError, is_strict, message
-from jax_fp4._formats import BLOCK, FLOAT8_FORMATS, FORMATS, PACK, Quantization, grouped_extent, padded, stored
+from jax_fp4._formats import BLOCK, FLOAT8_FORMATS, PACK, Quantization, grouped_extent, padded, stored
 from jax_fp4._lowering import refuse, undifferentiable
 from jax_fp4._recipe import FourOverSix, check_choice
 
 NATIVE = ("quantize", "quantize_transpose", "dequantize")
-OPS = (*NATIVE, "matmul", "grouped_matmul", "dense", "grouped_dense", "grouped_mlp")
+LAYERS = ("dense", "grouped_dense", "grouped_mlp", "layernorm_dense", "layernorm_mlp")
+OPS = (*NATIVE, "matmul", "grouped_matmul", *LAYERS)
 
 
 def quantize(
@@ -56,7 +57,7 @@ def quantize(
     axis: -1, blocks along k; 0, "column-wise": blocks along m of x [*batch, m, k], equal to quantizing the transpose.
     format: "nvfp4"; with E4M3 codes "mxfp8", "float8_block" (a float32 scale a block) or "float8" (one for the tensor),
         each with E5M2 codes if "_e5m2" is added. For these the specification runs, on every platform, and of the
-        arguments below only block, batch_dims, dtype and the last four concern them.
+        arguments below only block, group_sizes, batch_dims, dtype and the last four concern them, and amax "float8".
     block: what shares a scale: None or (1, 16), or (16, 16) for weights, a tile; 32 for mxfp8, 128 for float8_block.
     row_scaled: an amax for each stored row. hadamard (axis=0 only): transform groups of 16 rows first.
     key: a JAX key; rounds stochastically. None rounds to nearest, ties to even.
@@ -71,7 +72,8 @@ def quantize(
     batch_dims: so many leading dimensions index tensors of their own. The other leading dimensions count as rows.
     dtype: round x to this type first (a float32 master weight under bfloat16 compute); default x.dtype.
     power_of_two, eps: round float32 scales down to powers of two (None: in float8_block); the least amax.
-    scale: "float8" only: multiply by this, float32 [] or the batch shape, as delayed scaling does. amax is computed.
+    scale: "float8" only: multiply by this, float32 [] or the batch shape ([g] with groups), as delayed scaling does.
+        amax is computed.
     implementation: None chooses when the program is lowered (the CPU handler, the reference elsewhere). A named one
         runs or raises. "reference" on a NumPy array runs the specification in NumPy.
 
@@ -201,7 +203,7 @@ def dequantize(q: QuantizedTensor, dtype=None, *, implementation: Implementation
     Not differentiable.
     """
     op = "dequantize"
-    check_quantized(op, "q", q, (*FORMATS, *FLOAT8_FORMATS))
+    check_quantized(op, "q", q)
     dtype = q.dtype if dtype is None else float_dtype(op, "dtype", dtype, "these hold the values")
     if q.format in FLOAT8_FORMATS:
         return _float8.dequantize(q, dtype, implementation)
@@ -238,15 +240,11 @@ def _decode_grouped_blocks(q: QuantizedTensor, dtype, implementation: Implementa
     (k, blocks), m = q.block_scale.shape, q.extent
     if blocks == 0:  # no groups, and fewer rows than a block
         return jnp.zeros((m, k), dtype)
-    where, layout = _groups.bounds(q.group_sizes, m), _groups.columns(q.group_sizes, m)
+    group = _groups.columns(q.group_sizes, m).group
     codes = jnp.swapaxes(q.codes.reshape(k, blocks, BLOCK // PACK), 0, 1)
     run = _choose("dequantize", implementation, bound=q.bound, extent=BLOCK, dtype=np.dtype(dtype))
-    values = run(codes, jnp.swapaxes(q.block_scale, 0, 1)[..., None], _groups.of_group(q.amax, layout.group, 0))
-    by_position = jnp.swapaxes(values, 1, 2).reshape(blocks * BLOCK, k)
-    group = _groups.group_of(where.ends, m)
-    position = jnp.arange(m, dtype=jnp.int32) + _groups.of_group(BLOCK * layout.first_block - where.starts, group, 0)
-    rows = jnp.take(by_position, position, axis=0, mode="fill", fill_value=0)
-    return jnp.where((group < q.group_sizes.shape[0])[:, None], rows, jnp.zeros((), dtype))
+    values = run(codes, jnp.swapaxes(q.block_scale, 0, 1)[..., None], _groups.of_group(q.amax, group, 0))
+    return _groups.rows_of_columns(jnp.swapaxes(values, 1, 2).reshape(blocks * BLOCK, k), q.group_sizes, m)
 
 
 def supported(op: str, platform: str) -> Support:
@@ -373,13 +371,13 @@ def _note(op: str, tensor: Tensor, q: Quantization, axes: tuple[int, ...], imple
     )
 
 
-def refuse_padding(op: str, name: str, shown: str) -> None:
+def refuse_padding(op: str, name: str, shown: str, length: int = BLOCK) -> None:
     raise UnsupportedError(
         message(
             op,
             name,
             f"of {shown}",
-            f"a multiple of {BLOCK}",
+            f"a multiple of {length}",
             "strict() forbids padding",
             "another size, or no strict()",
         )

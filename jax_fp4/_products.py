@@ -15,9 +15,9 @@ from jax_fp4 import _blackwell, _groups, _hopper, _ragged, reference
 from jax_fp4._arguments import check_group_sizes
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import message
-from jax_fp4._formats import BLOCK, PACK
+from jax_fp4._forms import block_length, columns, common, decode, has_factor, is_exact, product_form, tensor_factor
 from jax_fp4._operands import check_groups, check_operand, check_transforms, result_dtype
-from jax_fp4._ops import amax_of_rows, decode, dequantize
+from jax_fp4._ops import dequantize
 from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
 
 
@@ -102,14 +102,18 @@ def product(lhs, rhs, dtype, bias=None, *, weights: bool = True):
     check_transforms("matmul", lhs, rhs)
     if _both_quantized(lhs, rhs):
         weights = weights and rhs.ndim == 2 and not rhs.hadamard
-        if weights and _hopper.takes(1, math.prod(lhs.shape[:-1]), rhs.shape[1], lhs.shape[-1]):
+        if (
+            weights
+            and _both_nvfp4(lhs, rhs)
+            and _hopper.takes(1, math.prod(lhs.shape[:-1]), rhs.shape[1], lhs.shape[-1])
+        ):
             # Under vmap a dot has batches, the kernel has none.
             return _hopper.chosen(_quantized_on_hopper, _quantized, dtype, lhs, rhs, bias, batched=False)
         return _quantized(lhs, rhs, bias, dtype)
     compute = lhs.dtype if isinstance(rhs, QuantizedTensor) else rhs.dtype
     a = dequantize(lhs, compute) if isinstance(lhs, QuantizedTensor) else lhs
     # In its stored orientation, so that no transpose of a weight is written.
-    b = decode(rhs, compute, rhs.extent) if isinstance(rhs, QuantizedTensor) else rhs
+    b = decode(rhs, compute) if isinstance(rhs, QuantizedTensor) else rhs
     contracts = -1 if isinstance(rhs, QuantizedTensor) and rhs.axis == 0 else -2
     acc = _dot(a, b, rhs.ndim - 2, contracts)
     return (acc if bias is None else acc + along_last(bias.astype(jnp.float32), acc.ndim)).astype(dtype)
@@ -117,15 +121,15 @@ def product(lhs, rhs, dtype, bias=None, *, weights: bool = True):
 
 def _quantized(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, static: np.dtype):
     """In the dtype `static`: on Blackwell by its tensor cores, elsewhere by XLA's dot."""
-    if _blackwell.takes(lhs, rhs):
+    if _both_nvfp4(lhs, rhs) and _blackwell.takes(lhs, rhs):
         return _blackwell.chosen(_quantized_on_blackwell, _quantized_by_dot, static, lhs, rhs, bias)
     return _quantized_by_dot(lhs, rhs, bias, static)
 
 
 def _quantized_by_dot(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, static: np.dtype):
-    # val x scale has at most 6 significant bits: exact in bfloat16, and a product of two is exact in float32. The
-    # padding is multiplied too: it is zero, or after a transform belongs to the data.
-    acc = _dot(_product_form(lhs), _product_form(rhs), rhs.ndim - 2, -1)
+    # The padding is multiplied too: it is zero, or after a transform belongs to the data.
+    form = common(lhs, rhs)
+    acc = _dot(product_form(lhs, form), product_form(rhs, form), rhs.ndim - 2, -1, form.precision)
     return _with_tensor_factors(acc, lhs, rhs, bias, static)
 
 
@@ -134,7 +138,7 @@ def _quantized_on_blackwell(lhs: QuantizedTensor, rhs: QuantizedTensor, bias, st
 
 
 def _with_tensor_factors(acc, lhs: QuantizedTensor, rhs: QuantizedTensor, bias, dtype):
-    column, row = (reference.tensor_factor(q.amax, q.codes.ndim, q.bound) for q in (lhs, rhs))
+    column, row = tensor_factor(lhs), tensor_factor(rhs)
     return _epilogue(acc, column, jnp.swapaxes(row, -1, -2), dtype, bias)
 
 
@@ -265,7 +269,8 @@ def _contraction(lhs, rhs, group_sizes, static: _Static):
 
 def _has_kernel(lhs, rhs, group_sizes, static: _Static) -> bool:
     """Tensor cores multiply bfloat16, in which the codes of two quantized operands are exact."""
-    exact = _both_quantized(lhs, rhs) or static.compute == jnp.bfloat16
+    quantized = _both_quantized(lhs, rhs)
+    exact = is_exact(lhs) and is_exact(rhs) if quantized else static.compute == jnp.bfloat16
     return exact and _hopper.takes(group_sizes.shape[0], *lhs.shape, rhs.shape[-1])
 
 
@@ -273,37 +278,67 @@ def _both_quantized(lhs, rhs) -> bool:
     return isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor)
 
 
+def _both_nvfp4(lhs: QuantizedTensor, rhs: QuantizedTensor) -> bool:
+    return lhs.format == rhs.format == "nvfp4"
+
+
 def _rows_on_hopper(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     bias = None if bias is None else bias.astype(jnp.float32)
     weights = None if bias_weights is None else bias_weights.astype(jnp.float32)
     if _both_quantized(lhs, rhs):
-        return _hopper.quantized_rows(lhs, rhs, bias, weights, group_sizes, static.dtype)
+        if _both_nvfp4(lhs, rhs):
+            return _hopper.quantized_rows(lhs, rhs, bias, weights, group_sizes, static.dtype)
+        return _forms_on_hopper(lhs, rhs, bias, weights, group_sizes, static)
     if isinstance(rhs, QuantizedTensor):  # in its stored orientation
-        w, transposed = decode(rhs, static.compute, rhs.extent), rhs.axis == 0
+        w, transposed = decode(rhs, static.compute), rhs.axis == 0
     else:
         w, transposed = (rhs.mT if static.transposed else rhs).astype(static.compute), static.transposed
     x = _values(lhs, static.compute)
     return _hopper.rows(x, w, bias, weights, group_sizes, static.dtype, transposed=transposed)
 
 
+def _forms_on_hopper(lhs, rhs, bias, weights, group_sizes, static: _Static):
+    """Of formats whose weights no kernel decodes: both sides as bfloat16. The kernel multiplies, XLA scales."""
+    form = common(lhs, rhs)
+    a, b = product_form(lhs, form), product_form(rhs, form)
+    scaled = has_factor(lhs) or has_factor(rhs)
+    dtype, of_sum = (jnp.float32, None) if scaled else (static.dtype, bias)
+    y = _hopper.rows(a, b, of_sum, None if scaled else weights, group_sizes, dtype, transposed=True)
+    if not scaled:
+        return y
+    group = _groups.group_of_rows(group_sizes, y.shape[0])
+    row = _groups.of_group(jnp.swapaxes(tensor_factor(rhs), -1, -2)[:, 0], group, 0)
+    if bias is not None:
+        bias = _groups.of_group(bias, group, 0)
+        bias = bias if weights is None else weights[:, None] * bias
+    return _epilogue(y, tensor_factor(lhs), row, static.dtype, bias)
+
+
 def _contraction_on_hopper(lhs, rhs, group_sizes, static: _Static):
     if not _both_quantized(lhs, rhs):
         a, b = _values(lhs, static.compute).mT, _values(rhs, static.compute)
         return _hopper.contraction(a, b, group_sizes, static.dtype)
-    a, b = _product_form(lhs), _product_form(rhs)
-    column, row = (reference.tensor_factor(q.amax, 3, q.bound) for q in (lhs, rhs))
-    return _hopper.quantized_contraction(a, b, column, row, group_sizes, lhs.shape[-1], static.dtype)
+    form = common(lhs, rhs)
+    a, b, column, row = product_form(lhs, form), product_form(rhs, form), tensor_factor(lhs), tensor_factor(rhs)
+    if block_length(lhs) == 1:  # row by row: no group begins at a block of its own
+        return _hopper.contraction(a.mT, b.mT, group_sizes, static.dtype, column, row)
+    m, sizes = lhs.shape[-1], group_sizes
+    if not _both_nvfp4(lhs, rhs):  # groups of whole blocks, for the kernel sizes like others
+        m, where = a.shape[-1], columns(lhs)
+        sizes = where.ends - where.starts
+    return _hopper.quantized_contraction(a, b, column, row, sizes, m, static.dtype)
 
 
 def _rows_by_loops(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[-1]), static.dtype)
     both = _both_quantized(lhs, rhs)
-    column = row = None
+    column = row = form = None
     if both:
-        a = _product_form(lhs)
-        column = reference.tensor_factor(amax_of_rows(lhs), 2, lhs.bound)
-        column = jnp.broadcast_to(column, (out.shape[0], 1))
-        row = jnp.swapaxes(reference.tensor_factor(rhs.amax, rhs.codes.ndim, rhs.bound), -1, -2)
+        form = common(lhs, rhs)
+        a = product_form(lhs, form)
+        column = jnp.broadcast_to(tensor_factor(lhs), (out.shape[0], 1))
+        row = jnp.swapaxes(tensor_factor(rhs), -1, -2)
+        row = jnp.broadcast_to(row, (group_sizes.shape[0], 1, row.shape[-1]))
     else:
         a = _values(lhs, static.compute)
     of_rows = column, None if bias_weights is None else bias_weights[:, None]
@@ -316,9 +351,9 @@ def _rows_by_loops(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
         w = group[0]
         if not isinstance(w, QuantizedTensor):
             return w.astype(static.compute), contracted
-        if both:
-            return _product_form(w), 1  # stored [n, k]
-        return decode(w, static.compute, w.extent), 1 if w.axis == 0 else 0
+        if form is not None:
+            return product_form(w, form), 1  # stored [n, k]
+        return decode(w, static.compute), 1 if w.axis == 0 else 0
 
     def finish(acc, rows, group):
         (column, weights), (_, row, bias) = rows, group
@@ -328,33 +363,29 @@ def _rows_by_loops(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
                 return reference.epilogue(acc, column, row, static.dtype, bias)
             return (acc if bias is None else acc + bias).astype(static.dtype)
 
-    return _ragged.rows(a, of_rows, of_groups, group_sizes, out, weight, finish)
+    precision = None if form is None else form.precision
+    return _ragged.rows(a, of_rows, of_groups, group_sizes, out, weight, finish, precision)
 
 
 def _contraction_by_loops(lhs, rhs, group_sizes, static: _Static):
     groups, m = group_sizes.shape[0], lhs.shape[-1]
     out = jax.ShapeDtypeStruct((groups, lhs.shape[0], rhs.shape[-1]), static.dtype)
     if _both_quantized(lhs, rhs):
-        a, b = _product_form(lhs), _product_form(rhs)
-        # Each group's columns, with the padding of its last block: zero, or after a transform part of the data.
-        layout = _groups.columns(group_sizes, m)
-        columns = _groups.Bounds(BLOCK * layout.first_block, BLOCK * (layout.first_block + layout.blocks))
-        column, row = (reference.tensor_factor(q.amax, 3, q.bound) for q in (lhs, rhs))
+        form = common(lhs, rhs)
+        a, b = product_form(lhs, form), product_form(rhs, form)
+        column, row = (
+            jnp.broadcast_to(factor, (groups, *factor.shape[1:])) for factor in (tensor_factor(lhs), tensor_factor(rhs))
+        )
         factors = column, jnp.swapaxes(row, -1, -2)
 
         def finish(acc, group):
             column, row = group
             return _epilogue(acc, column, row, static.dtype, None)
 
-        return _ragged.contraction(a, b, columns, factors, out, finish, rows_last=True)
+        return _ragged.contraction(a, b, columns(lhs), factors, out, finish, rows_last=True, precision=form.precision)
     a, b = _values(lhs, static.compute).mT, _values(rhs, static.compute)
     where = _groups.bounds(group_sizes, m)
     return _ragged.contraction(a, b, where, None, out, lambda acc, _: acc.astype(static.dtype))
-
-
-def _product_form(q: QuantizedTensor):
-    """Code times block scale, padding and all, in the stored orientation: exact in bfloat16."""
-    return decode(q, jnp.bfloat16, PACK * q.codes.shape[-1], product_form=True)
 
 
 def _values(operand, dtype):
@@ -366,6 +397,6 @@ def _epilogue(acc, column, row, dtype, bias):
         return reference.epilogue(acc, column, row, dtype, bias)
 
 
-def _dot(a, b, batch: int, rhs_contracts: int):
+def _dot(a, b, batch: int, rhs_contracts: int, precision=None):
     contract, batches = ((a.ndim - 1,), (b.ndim + rhs_contracts,)), (tuple(range(batch)), tuple(range(batch)))
-    return lax.dot_general(a, b, (contract, batches), preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, (contract, batches), precision, preferred_element_type=jnp.float32)

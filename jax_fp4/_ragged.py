@@ -40,6 +40,7 @@ def rows(
     out: jax.ShapeDtypeStruct,
     weight: Callable[[Any], tuple[Array, int]],
     finish: Callable[[Float[Array, "t n"], Any, Any], Float[Array, "t n"]],
+    precision: lax.Precision | None = None,
 ) -> Float[Array, "m n"]:
     """[m,n] = [m,k] @ [g,k,n]: the rows of each group times its weight, zeros in the tail.
 
@@ -59,7 +60,7 @@ def rows(
         def of_tile(tile, at, y):
             first, live = _tile(at, where.ends[e], tile, m)
             a, rest = _slices((lhs, of_rows), first, tile)
-            acc = lax.dot_general(a, w, (((1,), (contracted,)), ((), ())), preferred_element_type=jnp.float32)
+            acc = lax.dot_general(a, w, (((1,), (contracted,)), ((), ())), precision, jnp.float32)
             new = _as_words(finish(acc, rest, group).astype(out.dtype))
             old = lax.dynamic_slice_in_dim(y, first, tile)  # of other groups, where the tile reaches over
             return lax.dynamic_update_slice_in_dim(y, jnp.where(live, new, old), first, 0)
@@ -80,6 +81,7 @@ def contraction(
     out: jax.ShapeDtypeStruct,
     finish: Callable[[Float[Array, "k n"], Any], Float[Array, "k n"]],
     rows_last: bool = False,
+    precision: lax.Precision | None = None,
 ) -> Float[Array, "g k n"]:
     """[g,k,n]: for each group, the transpose of its rows of lhs times its rows of rhs; zeros for an empty one.
 
@@ -99,7 +101,7 @@ def contraction(
             # Both are masked: what lies beyond may be NaN, and NaN times 0 is NaN.
             live = live.T if rows_last else live
             a, b = (jnp.where(live, part, 0) for part in _slices((lhs, rhs), first, tile, axis))
-            return lax.dot_general(a, b, (((axis,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+            return lax.dot_general(a, b, (((axis,), (axis,)), ((), ())), precision, jnp.float32)
 
         _, acc = _tiles(start + tile, end, tile, lambda at, acc: acc + of_tile(at), of_tile(start))
         new = _as_words(finish(acc, _at(of_groups, e)).astype(out.dtype))

@@ -1,20 +1,13 @@
 """Recipes: frozen, hashable statements of how a layer quantizes. Static under jit."""
 
-import ast
-import contextlib
 import enum
+import math
 import os
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Literal, NoReturn
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
 
-import jax
-
-from jax_fp4 import _record
 from jax_fp4._errors import message
-from jax_fp4._formats import FOUR_OVER_SIX_BOUNDS
+from jax_fp4._formats import BLOCK, FLOAT8_BLOCKS, FLOAT8_FORMATS, FOUR_OVER_SIX_BOUNDS
 
 BACKWARD_MODE_VARIABLE = "JAX_FP4_BACKWARD_MODE"
 
@@ -84,7 +77,59 @@ class FourOverSix:
 
 
 @dataclass(frozen=True)
-class NVFP4BlockScaling:
+class Scaling:
+    """How a recipe quantizes one operand. `flags` are those of `quantize`."""
+
+    format: str
+    block: tuple[int, int] | None = None
+    row_scaled: bool = False
+    four_over_six: FourOverSix | None = None
+    power_of_two: bool | None = None
+    eps: float = 0.0
+    hadamard: bool = False  # of the form blocked along rows
+    stochastic: bool = False
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("hadamard", "stochastic")}
+
+    @property
+    def length(self) -> int:
+        """Elements along the blocked axis that share a scale; 1 where the whole tensor does."""
+        return FLOAT8_BLOCKS.get(FLOAT8_FORMATS[self.format][0], 1) if self.format in FLOAT8_FORMATS else BLOCK
+
+    @property
+    def tile(self) -> int:
+        """Rows that share a scale."""
+        return self.block[0] if self.block is not None else 1
+
+
+Operand = Literal["x", "kernel", "dy"]
+Product = Literal["forward", "dgrad", "wgrad"]
+Fp8Format = Literal["E4M3", "HYBRID"]
+
+
+class _OneRecipe:
+    """What the recipes have in common that say the same for all three products."""
+
+    backward_mode: BackwardMode | str | None
+
+    @property
+    def mode(self) -> BackwardMode:
+        assert isinstance(self.backward_mode, BackwardMode)
+        return self.backward_mode
+
+    def _set_mode(self) -> str:
+        op = type(self).__name__
+        object.__setattr__(self, "backward_mode", _backward_mode(op, self.backward_mode))
+        return op
+
+    def scaling(self, operand: Operand) -> Scaling:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class NVFP4BlockScaling(_OneRecipe):
     """NVFP4: E2M1 codes, an E4M3 scale for 16 elements, a float32 scale for the tensor (or its rows).
 
     backward_mode: a BackwardMode or its name; None takes JAX_FP4_BACKWARD_MODE, else "default".
@@ -109,8 +154,7 @@ class NVFP4BlockScaling:
     four_over_six_error: Literal["MAE", "MSE"] = "MAE"
 
     def __post_init__(self):
-        op = type(self).__name__
-        object.__setattr__(self, "backward_mode", _backward_mode(op, self.backward_mode))
+        op = self._set_mode()
         for name in ("row_scaled_activation", "stochastic_rounding", "two_dimensional_weights"):
             check_choice(op, name, getattr(self, name), (True, False), "it is a switch")
         check_choice(
@@ -137,11 +181,6 @@ class NVFP4BlockScaling:
         return f"four_over_six={self.four_over_six!r}" if self.four_over_six in ("activations", "all") else ""
 
     @property
-    def mode(self) -> BackwardMode:
-        assert isinstance(self.backward_mode, BackwardMode)
-        return self.backward_mode
-
-    @property
     def hadamard(self) -> bool:
         """Whether the weight gradient's operands are transformed: `random_hadamard_transform` with None resolved."""
         if self.random_hadamard_transform is None:
@@ -152,6 +191,208 @@ class NVFP4BlockScaling:
         if self.four_over_six in (operand, "all"):
             return FourOverSix(self.four_over_six_bound, self.four_over_six_error)
         return None
+
+    def scaling(self, operand: Operand) -> Scaling:
+        match operand:
+            case "x":
+                chosen = self.four_over_six_of("activations")
+                return Scaling("nvfp4", None, self.row_scaled_activation, chosen, hadamard=self.hadamard)
+            case "kernel":
+                tiles = (BLOCK, BLOCK) if self.two_dimensional_weights else None
+                return Scaling("nvfp4", tiles, four_over_six=self.four_over_six_of("weights"))
+            case "dy":
+                return Scaling("nvfp4", hadamard=self.hadamard, stochastic=self.stochastic_rounding)
+
+
+def _check_fp8(op: str, fp8_format: str) -> None:
+    because = "the forward needs E4M3's three bits of mantissa: E5M2 is for gradients alone"
+    check_choice(op, "fp8_format", fp8_format, ("E4M3", "HYBRID"), because)
+
+
+def _check_eps(op: str, eps: float) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, float | int) or not 0 <= eps < math.inf:
+        raise ValueError(message(op, "eps", repr(eps), "a finite number >= 0", "it is the least amax", "eps=0.0"))
+
+
+def _format(scaling: str, operand: Operand, fp8_format: Fp8Format) -> str:
+    return f"{scaling}_e5m2" if operand == "dy" and fp8_format == "HYBRID" else scaling
+
+
+@dataclass(frozen=True)
+class MXFP8BlockScaling(_OneRecipe):
+    """MXFP8: 8-bit codes, a power of two (E8M0) for each 32 elements.
+
+    backward_mode: as in NVFP4BlockScaling.
+    fp8_format: "E4M3" codes everywhere, or "HYBRID", E5M2 for dy.
+    two_dimensional_weights: weights are scaled in 32 x 32 tiles, so that both planes hold the same values.
+
+    Raises ValueError for an unknown value. Source: the OCP Microscaling specification 1.0, with scales rounded up as
+    arXiv 2506.08027 does; the bits are those of docs/numerics.md.
+    """
+
+    backward_mode: BackwardMode | str | None = None
+    fp8_format: Fp8Format = "E4M3"
+    two_dimensional_weights: bool = False
+
+    def __post_init__(self):
+        op = self._set_mode()
+        _check_fp8(op, self.fp8_format)
+        check_choice(op, "two_dimensional_weights", self.two_dimensional_weights, (False, True), "it is a switch")
+
+    def scaling(self, operand: Operand) -> Scaling:
+        length = FLOAT8_BLOCKS["mxfp8"]
+        tiles = (length, length) if operand == "kernel" and self.two_dimensional_weights else None
+        return Scaling(_format("mxfp8", operand, self.fp8_format), tiles)
+
+
+@dataclass(frozen=True)
+class Float8CurrentScaling(_OneRecipe):
+    """FP8 with one float32 scale a tensor (or expert), made of its own amax.
+
+    backward_mode: as in NVFP4BlockScaling.
+    fp8_format: "HYBRID", E4M3 for x and w and E5M2 for dy, or "E4M3" everywhere.
+    power_of_two: round scales down to powers of two. eps: the least amax that counts.
+
+    Raises ValueError for an unknown value. Source: arXiv 2209.05433 (FP8 formats); bits: docs/numerics.md.
+    """
+
+    backward_mode: BackwardMode | str | None = None
+    fp8_format: Fp8Format = "HYBRID"
+    power_of_two: bool = False
+    eps: float = 0.0
+
+    def __post_init__(self):
+        op = self._set_mode()
+        _check_fp8(op, self.fp8_format)
+        check_choice(op, "power_of_two", self.power_of_two, (False, True), "it is a switch")
+        _check_eps(op, self.eps)
+
+    def scaling(self, operand: Operand) -> Scaling:
+        return Scaling(_format("float8", operand, self.fp8_format), power_of_two=self.power_of_two, eps=self.eps)
+
+
+@dataclass(frozen=True)
+class Float8BlockScaling(_OneRecipe):
+    """FP8 with a float32 scale for each 128 elements of x and dy, and for each 128 x 128 tile of weights.
+
+    backward_mode: as in NVFP4BlockScaling.
+    fp8_format: "E4M3" everywhere, or "HYBRID", E5M2 for dy.
+    power_of_two: round scales down to powers of two; without it products are multiplied in float32, more slowly.
+    eps: the least amax that counts. two_dimensional_weights: False scales weights by rows of 128 too.
+
+    Raises ValueError for an unknown value. Source: arXiv 2412.19437 (DeepSeek-V3); bits: docs/numerics.md.
+    """
+
+    backward_mode: BackwardMode | str | None = None
+    fp8_format: Fp8Format = "E4M3"
+    power_of_two: bool = True
+    eps: float = 0.0
+    two_dimensional_weights: bool = True
+
+    def __post_init__(self):
+        op = self._set_mode()
+        _check_fp8(op, self.fp8_format)
+        for name in ("power_of_two", "two_dimensional_weights"):
+            check_choice(op, name, getattr(self, name), (True, False), "it is a switch")
+        _check_eps(op, self.eps)
+
+    def scaling(self, operand: Operand) -> Scaling:
+        length = FLOAT8_BLOCKS["float8_block"]
+        tiles = (length, length) if operand == "kernel" and self.two_dimensional_weights else None
+        format = _format("float8_block", operand, self.fp8_format)
+        return Scaling(format, tiles, power_of_two=self.power_of_two, eps=self.eps)
+
+
+@dataclass(frozen=True)
+class DelayedScaling(_OneRecipe):
+    """FP8 with one float32 scale a tensor, made of the amaxes of earlier steps: `state=` of the layers holds them.
+
+    backward_mode: "default" alone. fp8_format: as in Float8CurrentScaling.
+    amax_history_len: how many steps count. amax_compute_algo: "max" of the history, or the "most_recent" amax.
+    margin: the scale is divided by 2 to this power, which leaves room for values that grow.
+
+    Raises ValueError for an unknown value and for another backward mode. Source: arXiv 2209.05433, and the recipe of
+    the same name in TransformerEngine; bits: docs/numerics.md.
+    """
+
+    backward_mode: BackwardMode | str | None = None
+    fp8_format: Fp8Format = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    margin: int = 0
+
+    def __post_init__(self):
+        op = type(self).__name__
+        argument = "backward_mode" if self.backward_mode is not None else BACKWARD_MODE_VARIABLE
+        self._set_mode()
+        if self.mode is not BackwardMode.DEFAULT:
+            why = "its scale of dy comes from the dy of earlier steps, which only that mode quantizes"
+            fix = "Float8CurrentScaling, which has all modes"
+            raise ValueError(message(op, argument, repr(self.mode.value), "'default'", why, fix))
+        _check_fp8(op, self.fp8_format)
+        check_choice(op, "amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"), "these are known")
+        for name, least in (("amax_history_len", 1), ("margin", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 2**20:
+                need, fix = f"a whole number, {least} to 2^20", f"{name}={getattr(type(self), name)}"
+                raise ValueError(message(op, name, repr(value), need, "it counts", fix))
+
+    def scaling(self, operand: Operand) -> Scaling:
+        return Scaling(_format("float8", operand, self.fp8_format))
+
+
+@dataclass(frozen=True)
+class CustomRecipe:
+    """A recipe, or HIGH_PRECISION, for each of the three products: y = x w, dx = dy w^T (dgrad), dw = x^T dy (wgrad).
+
+    Of each recipe count the settings of the operands of its product. The backward mode of `dgrad` and of `wgrad` says
+    what that product multiplies, as for a recipe alone: "default" its two operands quantized as it says, "unquant"
+    high precision (as HIGH_PRECISION does), "dequant" dy and what the forward multiplied. None is the forward's recipe.
+
+    Row-scaled activations, and a backward in MXFP8 and in high precision:
+
+        CustomRecipe(forward=NVFP4BlockScaling(row_scaled_activation=True), dgrad=MXFP8BlockScaling(),
+                     wgrad=HIGH_PRECISION)
+
+    Raises TypeError for what is no recipe and for DelayedScaling, whose state belongs to a whole layer; ValueError for
+    three times HIGH_PRECISION, for "dequant" beside a forward in high precision, and for a backward mode of `forward`
+    that neither gradient product has.
+    """
+
+    forward: Any
+    dgrad: Any = None
+    wgrad: Any = None
+
+    def __post_init__(self):
+        op = "CustomRecipe"
+        for name in ("forward", "dgrad", "wgrad"):
+            if getattr(self, name) is None and name != "forward":
+                object.__setattr__(self, name, self.forward)
+            _check_part(op, name, getattr(self, name))
+        modes = {name: mode_of(self, name) for name in ("dgrad", "wgrad")}
+        if self.forward is HIGH_PRECISION:
+            if self.dgrad is HIGH_PRECISION and self.wgrad is HIGH_PRECISION:
+                why, fix = "nothing is left to quantize", "recipe=HIGH_PRECISION of the layer"
+                raise ValueError(message(op, "forward, dgrad and wgrad", "HIGH_PRECISION", "a recipe", why, fix))
+            for name, mode in modes.items():
+                if mode is BackwardMode.DEQUANT:
+                    shown, why = "'dequant' beside forward=HIGH_PRECISION", "the forward has no quantized operand"
+                    raise ValueError(message(op, f"{name}.backward_mode", shown, "'default'", why, "HIGH_PRECISION"))
+        elif self.forward.mode not in (BackwardMode.DEFAULT, *modes.values()):
+            shown, why = repr(self.forward.mode.value), "the modes of dgrad and wgrad decide"
+            raise ValueError(message(op, "forward.backward_mode", shown, "'default'", why, "it in dgrad and wgrad"))
+
+
+def _check_part(op: str, name: str, part: object) -> None:
+    if part is HIGH_PRECISION:
+        return
+    if part is None or isinstance(part, CustomRecipe):
+        shown, why = "None" if part is None else "a CustomRecipe", "each product has one recipe"
+        raise TypeError(message(op, name, shown, "a recipe or HIGH_PRECISION", why, "NVFP4BlockScaling()"))
+    check_recipe(op, part, name)
+    if isinstance(part, DelayedScaling):
+        why, fix = "its state belongs to a whole layer", "Float8CurrentScaling(), or recipe=DelayedScaling() of a layer"
+        raise TypeError(message(op, name, "DelayedScaling", "a recipe without a state", why, fix))
 
 
 class _HighPrecision:
@@ -166,13 +407,51 @@ class _HighPrecision:
 
 HIGH_PRECISION: Final = _HighPrecision()
 
-Recipe = NVFP4BlockScaling
+# Those that a file of rules can name.
+RECIPES = {
+    cls.__name__: cls
+    for cls in (
+        NVFP4BlockScaling,
+        MXFP8BlockScaling,
+        Float8CurrentScaling,
+        Float8BlockScaling,
+        DelayedScaling,
+        CustomRecipe,
+    )
+}
+Recipe = (
+    NVFP4BlockScaling | MXFP8BlockScaling | Float8CurrentScaling | Float8BlockScaling | DelayedScaling | CustomRecipe
+)
 RecipeChoice = Recipe | _HighPrecision
 
 
-def draws(recipe: Recipe) -> bool:
+# --- what a recipe says of each product ---
+
+
+def part_of(recipe: Recipe | None, product: Product) -> Any:
+    """The recipe of one product, None for high precision."""
+    part = getattr(recipe, product) if isinstance(recipe, CustomRecipe) else recipe
+    return None if part is HIGH_PRECISION else part
+
+
+def mode_of(recipe: Recipe | None, product: Literal["dgrad", "wgrad"]) -> BackwardMode:
+    """The backward mode of one gradient product; in high precision it is that of `unquant`."""
+    part = part_of(recipe, product)
+    return BackwardMode.UNQUANT if part is None else part.mode
+
+
+def scaling_of(recipe: Recipe | None, product: Product, operand: Operand) -> Scaling | None:
+    """How `operand` is quantized for `product`; None where it is not quantized for it."""
+    part = part_of(recipe, product)
+    if part is None or (product != "forward" and part.mode is not BackwardMode.DEFAULT):
+        return None
+    return part.scaling(operand)
+
+
+def draws(recipe: Recipe | None) -> bool:
     """Whether the backward rounds stochastically, so that a call needs a key. Otherwise no stream is touched."""
-    return recipe.mode is BackwardMode.DEFAULT and recipe.stochastic_rounding
+    scalings = (scaling_of(recipe, "dgrad", "dy"), scaling_of(recipe, "wgrad", "dy"))
+    return any(scaling is not None and scaling.stochastic for scaling in scalings)
 
 
 def check_recipe(op: str, recipe: object, argument: str = "recipe") -> None:
@@ -187,229 +466,6 @@ def _shown(recipe: object) -> tuple[str, str]:
     """What is no recipe, as an error shows it, and what to try instead."""
     if isinstance(recipe, type):
         return f"the class {recipe.__name__}", f"{recipe.__name__}()"
-    if isinstance(recipe, Rules):
+    if type(recipe).__name__ == "Rules":
         return "Rules", "jax_fp4.autocast(rules) around the call: a layer of its own needs one recipe"
     return repr(recipe), "jax_fp4.NVFP4BlockScaling()"
-
-
-# --- rules: a recipe by module path ---
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Recipes by module path: pairs (regular expression, recipe or HIGH_PRECISION).
-
-    The first expression that matches the whole path ("decoder/block3/mlp", `re.fullmatch`) decides; HIGH_PRECISION
-    leaves the layer alone. Where none matches, the autocast context around this one does, else high precision. A
-    recipe that a layer was given itself comes before every rule.
-
-    Raises TypeError for what is not a pair of a string and a recipe, ValueError for no rules at all, for an expression
-    that `re` refuses, and for one given twice, of which the second would never decide.
-    """
-
-    rules: tuple[tuple[str, RecipeChoice], ...]
-
-    def __post_init__(self):
-        if isinstance(self.rules, str) or not hasattr(self.rules, "__iter__"):
-            _refuse_rules("rules", repr(self.rules))
-        rules = tuple(self.rules)
-        if not rules:
-            why, fix = "no rules would quantize nothing, silently", "jax_fp4.autocast(None)"
-            raise ValueError(message("Rules", "rules", "empty", "at least one pair", why, fix))
-        for i, rule in enumerate(rules):
-            _check_rule(f"rule {i + 1}", rule)
-        patterns = [pattern for pattern, _ in rules]
-        for i, pattern in enumerate(patterns):
-            if pattern in patterns[:i]:
-                why, fix = "the first match wins", "one of them"
-                given = f"{pattern!r}, as is rule {patterns.index(pattern) + 1}"
-                raise ValueError(message("Rules", f"rule {i + 1}", given, "an expression of its own", why, fix))
-        object.__setattr__(self, "rules", tuple(map(tuple, rules)))
-
-    @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> "Rules":
-        """Read rules, one a line: `expression = recipe`, the first " = " divides. Empty lines and those that begin
-        with # are skipped; a recipe is written as in Python, with literal settings:
-
-            head = HIGH_PRECISION
-            .*/mlp/.* = NVFP4BlockScaling(backward_mode="dequant")
-
-        Raises ValueError, with the number of the line, for what is none of these, and OSError as `open` does.
-        """
-        op, rules, lines = "Rules.from_file", [], {}
-        for i, raw in enumerate(Path(path).read_bytes().splitlines(), 1):
-            place = f"{path}, line {i}"
-            if (line := _line(place, raw)) and not line.startswith("#"):
-                pattern, recipe = _parse_rule(place, line)
-                if lines.setdefault(pattern, i) != i:
-                    given, why = f"{pattern!r}, as in line {lines[pattern]}", "the first match wins"
-                    raise ValueError(message(op, place, given, "an expression of its own", why, "one of them"))
-                rules.append((pattern, recipe))
-        if not rules:
-            why, fix = "no rules would quantize nothing, silently", "the line .* = NVFP4BlockScaling()"
-            raise ValueError(message(op, str(path), "without a rule", "at least one line", why, fix))
-        return cls(tuple(rules))
-
-    def match(self, path: str) -> tuple[str, RecipeChoice] | None:
-        """The rule that decides for the module at this path."""
-        return next((rule for rule in self.rules if re.fullmatch(rule[0], path)), None)
-
-    def unmatched(self, paths: list[str]) -> list[str]:
-        """The expressions that match none of the paths."""
-        return [pattern for pattern, _ in self.rules if not any(re.fullmatch(pattern, path) for path in paths)]
-
-
-def _refuse_rules(argument: str, shown: str) -> NoReturn:
-    fix = 'jax_fp4.Rules([(".*/mlp/.*", jax_fp4.NVFP4BlockScaling())])'
-    needs = "pairs (regular expression, recipe or HIGH_PRECISION)"
-    raise TypeError(message("Rules", argument, shown, needs, "a rule gives the layers at some paths a recipe", fix))
-
-
-def _check_rule(argument: str, rule: object) -> None:
-    if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
-        _refuse_rules(argument, repr(rule))
-    pattern, recipe = rule
-    if recipe is None:
-        why, fix = "None says nothing: a layer without a rule takes autocast's", "HIGH_PRECISION to leave it alone"
-        raise TypeError(message("Rules", f"the recipe of {argument}", "None", "a recipe or HIGH_PRECISION", why, fix))
-    check_recipe("Rules", recipe, f"the recipe of {argument}")
-    _check_pattern("Rules", argument, pattern)
-
-
-def _check_pattern(op: str, argument: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        why, fix = f"of {error}", f"{re.escape(pattern)!r} for these characters themselves"
-        raise ValueError(message(op, argument, repr(pattern), "a regular expression", why, fix)) from None
-
-
-def _line(place: str, raw: bytes) -> str:
-    try:
-        return raw.decode("utf-8-sig").strip()
-    except UnicodeDecodeError:
-        raise ValueError(message("Rules.from_file", place, repr(raw), "UTF-8", "it is text", "a text file")) from None
-
-
-def _parse_rule(place: str, line: str) -> tuple[str, RecipeChoice]:
-    op, example = "Rules.from_file", ".*/mlp/.* = NVFP4BlockScaling()"
-    # A lookahead (?=...) has an equals sign too, but not between spaces.
-    pattern, *rest = re.split(r"\s+=\s+", line, maxsplit=1)
-    if not rest:
-        why = "an expression chooses layers and a recipe is for them"
-        raise ValueError(message(op, place, repr(line), "expression = recipe", why, example))
-    _check_pattern(op, place, pattern)
-    return pattern, _parse_recipe(place, rest[0])
-
-
-_RECIPES = {"NVFP4BlockScaling": NVFP4BlockScaling}  # those that a file can name
-
-
-def _parse_recipe(place: str, text: str) -> RecipeChoice:
-    """HIGH_PRECISION, or a recipe's name called with literals. Nothing is evaluated."""
-    if text == "HIGH_PRECISION":
-        return HIGH_PRECISION
-    try:
-        call = ast.parse(text, mode="eval").body
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in _RECIPES:
-            given = [ast.literal_eval(argument) for argument in call.args]
-            settings = {keyword.arg or "**": ast.literal_eval(keyword.value) for keyword in call.keywords}
-            return _RECIPES[call.func.id](*given, **settings)
-    except (SyntaxError, TypeError, ValueError) as error:
-        why, fix = f"it says: {error}", "settings that the recipe has, as literals"
-        raise ValueError(message("Rules.from_file", place, repr(text), "a recipe", why, fix)) from None
-    needs = f"one of {(*_RECIPES, 'HIGH_PRECISION')}, a recipe with its settings in parentheses"
-    fix = f"{text}()" if text in _RECIPES else "NVFP4BlockScaling()"
-    raise ValueError(message("Rules.from_file", place, repr(text), needs, "a layer needs one recipe", fix))
-
-
-# --- the contexts, and the choice ---
-
-# Innermost first: Rules, and at the end what there is where none of them matches.
-_autocast = jax.make_user_context(default_value=())
-
-
-def autocast(recipe: RecipeChoice | Rules | None):
-    """Context: layers and functions without a recipe of their own use `recipe`. None switches it off again.
-
-    Rules decide by the path of a module, and where none matches the context around them does. Linen layers know their
-    path. A function called outside of a Linen layer, and an NNX layer, do not: they raise ValueError under Rules
-    (`jax_fp4.nnx.quantize_model` applies rules to an NNX model).
-
-    The context is part of jit's cache key, so one jitted function under two recipes is traced twice.
-    """
-    if not isinstance(recipe, Rules):
-        check_recipe("autocast", recipe)
-    return _entered(recipe)
-
-
-@contextlib.contextmanager
-def _entered(recipe: RecipeChoice | Rules | None) -> Iterator[None]:
-    """What surrounds the rules is known on entry only: a context can be made before another is entered."""
-    if isinstance(recipe, Rules):
-        _record.record(_record.RulesEvent(recipe))
-        choices = (recipe, *_autocast.value)
-    else:
-        choices = () if recipe is None else (recipe,)
-    with _autocast(choices):
-        yield
-
-
-def rules_in_force() -> list[Rules]:
-    return [choice for choice in _autocast.value if isinstance(choice, Rules)]
-
-
-def resolve(op: str, recipe: RecipeChoice | None) -> Recipe | None:
-    """The recipe in force: the layer's own, else that of a rule, else autocast's; None means high precision.
-
-    Raises ValueError where rules are to decide and nobody said for which module.
-    """
-    check_recipe(op, recipe)
-    chosen, _ = _choose(op, recipe)
-    return None if isinstance(chosen, _HighPrecision) else chosen
-
-
-def chosen_by(op: str, recipe: RecipeChoice | None) -> str:
-    """What made `resolve` choose, for the report."""
-    return _choose(op, recipe)[1]
-
-
-def _choose(op: str, recipe: RecipeChoice | None) -> tuple[RecipeChoice | None, str]:
-    """What is in force, and the words for what decided it."""
-    layer = _record.current()
-    if recipe is not None:
-        earlier = layer.rule if layer is not None else None
-        if earlier is not None and earlier[1] == recipe:
-            return recipe, _decided_by(earlier[0], recipe)
-        return recipe, f"recipe={_name(recipe)}"
-    for choice in _autocast.value:
-        if not isinstance(choice, Rules):
-            return choice, f"autocast({_name(choice)})"
-        if layer is None or layer.matched:
-            _refuse_without_path(op)
-        if rule := choice.match(layer.path):
-            return rule[1], _decided_by(*rule)
-    if rules_in_force() or (layer is not None and layer.matched):
-        return None, "no rule matches and no autocast context is around the rules"
-    return None, "no recipe given and no autocast context"
-
-
-def _name(recipe: RecipeChoice) -> str:
-    return "HIGH_PRECISION" if isinstance(recipe, _HighPrecision) else type(recipe).__name__
-
-
-def _decided_by(pattern: str, recipe: RecipeChoice) -> str:
-    return f"rule {pattern!r} = {_name(recipe)}"
-
-
-def _refuse_without_path(op: str) -> NoReturn:
-    raise ValueError(
-        message(
-            op,
-            "recipe",
-            "None under autocast(Rules)",
-            "a recipe, or a module path",
-            "rules match paths, which functions and NNX layers do not know",
-            "jax_fp4.nnx.quantize_model(model, rules) for an NNX model, a layer of jax_fp4.linen, or recipe=",
-        )
-    )

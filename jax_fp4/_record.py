@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ class LayerEvent(NamedTuple):
     kernel_shape: tuple[int, ...]
     recipe: object | None
     reason: str  # what chose the recipe, or why there is none
+    cost: "Callable[[], Cost] | None" = None
 
 
 class CallEvent(NamedTuple):
@@ -34,6 +35,13 @@ class RulesEvent(NamedTuple):
     """Rules that came into force."""
 
     rules: Any
+
+
+class Cost(NamedTuple):
+    """What one call of a layer takes, if all that can be is differentiated."""
+
+    padding: int  # zeros that round the blocked extents of its operands up
+    residual_bytes: int  # kept from the forward for the backward
 
 
 Event = LayerEvent | CallEvent | RulesEvent
@@ -95,6 +103,26 @@ def recording() -> Iterator[list[Event]]:
             yield events
     finally:
         _state.recorders.pop()
+
+
+def cost_of(function: Callable, differentiated: Any, *rest: Any) -> Callable[[], Cost] | None:
+    """How to learn the cost of function(differentiated, *rest), later: of these it keeps the shapes alone. None where
+    nobody records."""
+    if not _state.recorders:
+        return None
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (differentiated, *rest))
+
+    def there_and_back(differentiated, *rest):
+        y, pull = jax.vjp(lambda d: function(d, *rest), differentiated)
+        return pull, pull(y)
+
+    def measure() -> Cost:
+        with recording() as events:
+            pull, _ = jax.eval_shape(there_and_back, *shapes)
+        padding = sum(event.padding for event in events if isinstance(event, CallEvent))
+        return Cost(padding, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull)))
+
+    return measure
 
 
 @contextlib.contextmanager

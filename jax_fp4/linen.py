@@ -21,6 +21,7 @@ from flax.linen.dtypes import canonicalize_dtype
 
 from jax_fp4 import _dot_general, _record
 from jax_fp4._activations import Activation, activation_of
+from jax_fp4._choosing import Rules, autocast, resolve
 from jax_fp4._dot_general import check_layer, increasing, layer_product, layer_recipe
 from jax_fp4._errors import message
 from jax_fp4._grouped_dense import grouped_dense
@@ -28,7 +29,7 @@ from jax_fp4._layernorm_dense import layernorm_dense
 from jax_fp4._mlp import layernorm_mlp
 from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
 from jax_fp4._norm import has_norm_bias, norm_settings, scale_init_of
-from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, Rules, autocast, check_recipe, draws, resolve
+from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, draws
 
 # Flax's own code. Without Flax's wrapper: ours runs already, a second one would capture intermediates twice.
 _flax_dense = inspect.unwrap(nn.Dense.__call__)

@@ -21,6 +21,7 @@ from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
 from jax_fp4 import _record
 from jax_fp4._activations import Activation, activation_of
+from jax_fp4._choosing import Rules, resolve
 from jax_fp4._dot_general import check_layer, layer_product, layer_recipe, refuse_out_sharding
 from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._grouped_dense import grouped_dense
@@ -28,7 +29,7 @@ from jax_fp4._layernorm_dense import layernorm_dense
 from jax_fp4._mlp import layernorm_mlp
 from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
 from jax_fp4._norm import has_norm_bias, norm_settings, scale_init_of
-from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, Rules, check_recipe, draws, resolve
+from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, draws
 
 _SR = 0x7372  # "sr", folded into the key of a default stream
 

@@ -18,7 +18,7 @@ Longer than our files are, because it is one page: numerics.md sections 1 and 2,
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -267,7 +267,7 @@ def quantize(
     x, layout = xp.asarray(x), None
     if group_sizes is not None:
         layout = _Layout.of(xp.asarray(group_sizes), x.shape[-2], q.axis)
-        x = layout.arrange(xp, x)
+        x = layout.arrange(x)
     rows, extent = stored(x.shape, q.axis)
     v = _as_blocks(xp, x, q)
     *batch, tiles, _, blocks, _ = v.shape
@@ -317,29 +317,8 @@ def quantize_transpose(
 # ---- groups: section 2 ----
 
 
-class _Layout(NamedTuple):
-    """The groups of one stored form: its rows (axis=-1) or its blocks (axis=0) each belong to one, or to none."""
-
-    axis: int
-    bounds: _groups.Bounds
-    columns: _groups.Columns | None  # axis=0 only
-    group: Any  # of each row or block
-
-    @classmethod
-    def of(cls, group_sizes, m: int, axis: int) -> "_Layout":
-        bounds = _groups.bounds(group_sizes, m)
-        columns = _groups.columns(group_sizes, m) if axis == 0 else None
-        return cls(axis, bounds, columns, _groups.group_of(bounds.ends, m) if columns is None else columns.group)
-
-    @property
-    def groups(self) -> int:
-        return self.bounds.ends.shape[-1]
-
-    def arrange(self, xp, x):
-        """x with zeros in the tail; column-wise each group at a block of its own, with zeros up to the next."""
-        if self.columns is None:
-            return xp.where((self.group < self.groups)[..., None], x, xp.zeros((), x.dtype))
-        return xp.take_along_axis(pad_last(xp, x, 1, 0), self.columns.row[..., None], axis=-2)
+class _Layout(_groups.Layout):
+    """What NVFP4 does with the groups of a stored form."""
 
     def largest(self, xp, peak, q: Quantization):
         """The amax bits of the groups, or of rows of them, from those of blocks [*B, r, b]."""

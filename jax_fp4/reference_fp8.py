@@ -10,14 +10,20 @@ axis=0; p is b rounded up to whole blocks, with zeros. Codes are float8 [*B, r, 
   mxfp8         e8m0 [*B, r, p/32], the 32 rows of a tile repeating theirs, so that products know no tiles
   float8_block  float32 [*B, r, p/128], or of tiles [*B, ceil(r/128), p/128]: the inverse scale, for decoding
   float8        float32 [*B], likewise; p = b.
+
+With group_sizes int32 [*B, g] (section 2: x is a stack of groups of rows) each group is a tensor of its own: float8 has
+[*B, g] amaxes and scales; the blocks of mxfp8 and float8_block begin anew with each group, so that for axis=0 p is
+`grouped_extent(m, g, block)`. What belongs to no group is zero, codes and scales.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple, assert_never
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Shaped, UInt8
 
+from jax_fp4 import _groups
 from jax_fp4._formats import E8M0_NAN, FLOAT8_BLOCKS, INF_BITS, Float8Quantization, padded, stored
 from jax_fp4._minifloat import (
     E4M3,
@@ -161,33 +167,45 @@ def quantize_float8_block(
 
 
 @exact
-def amax_float8(x: Float[AnyArray, "*B m k"], q: Float8Quantization) -> Float[AnyArray, "*B"]:
-    """The largest |x| after rounding to q.compute_dtype; of nothing 0; NaN is 0x7FC00000."""
+def amax_float8(
+    x: Float[AnyArray, "*B m k"], q: Float8Quantization, layout: _groups.Layout | None = None
+) -> Float[AnyArray, "*B"] | Float[AnyArray, "*B g"]:
+    """The largest |x| after rounding to q.compute_dtype, of each group if there are any; of nothing 0; NaN is
+    0x7FC00000."""
     xp = namespace(x)
-    bits = xp.max(magnitude_bits(rounded(xp.asarray(x), q.compute_dtype)), axis=(-2, -1), initial=np.uint32(0))
+    bits = magnitude_bits(rounded(xp.asarray(x), q.compute_dtype))
+    if layout is None:
+        bits = xp.max(bits, axis=(-2, -1), initial=np.uint32(0))
+    else:
+        bits = _groups.largest(xp.max(bits, axis=-1, initial=np.uint32(0)), layout.group, layout.groups)
     return canonical_amax(xp, xp.asarray(bits).view(np.float32))
 
 
 @exact
 def quantize_float8(
-    x: Float[AnyArray, "*B m k"], scale: Any, q: Float8Quantization
-) -> tuple[Float[AnyArray, "*B r b"], Float[AnyArray, "*B"]]:
+    x: Float[AnyArray, "*B m k"], scale: Any, q: Float8Quantization, layout: _groups.Layout | None = None
+) -> tuple[Float[AnyArray, "*B r b"], Float[AnyArray, "..."]]:
     """Codes of fl(x * scale), and the inverse scale: under the scale of this tensor's amax it is current scaling, under
     one from the history delayed scaling. NaN stays NaN, Inf becomes the largest code."""
     xp = namespace(x, scale)
     v, scale = _as_blocks(xp, xp.asarray(x), q), xp.asarray(scale)
     rows, _ = stored(x.shape, q.axis)
-    return _encoded(v * scale[..., None, None, None, None], rows, q), _inverse(xp, scale)
+    if layout is None:
+        factor = scale[..., None, None, None, None]
+    else:
+        factor = _groups.of_group(scale, layout.group, 1)  # of each row of x
+        factor = factor[..., :, None, None, None] if q.axis == -1 else factor[..., None, None, :, None]
+    return _encoded(v * factor, rows, q), _inverse(xp, scale)
 
 
 @exact
 def quantize_float8_current(
-    x: Float[AnyArray, "*B m k"], amax: Any, q: Float8Quantization
-) -> tuple[Float[AnyArray, "*B r b"], Float[AnyArray, "*B"], Float[AnyArray, "*B"]]:
+    x: Float[AnyArray, "*B m k"], amax: Any, q: Float8Quantization, layout: _groups.Layout | None = None
+) -> tuple[Float[AnyArray, "*B r b"], Float[AnyArray, "..."], Float[AnyArray, "..."]]:
     """Codes, inverse scale and amax, which is given (values beyond it saturate) or, None, computed."""
     xp = namespace(x, amax)
-    amax = amax_float8(x, q) if amax is None else canonical_amax(xp, xp.asarray(amax, dtype=np.float32))
-    return *quantize_float8(x, scale_float8(amax, q), q), amax
+    amax = amax_float8(x, q, layout) if amax is None else canonical_amax(xp, xp.asarray(amax, dtype=np.float32))
+    return *quantize_float8(x, scale_float8(amax, q), q, layout), amax
 
 
 @exact
@@ -210,20 +228,39 @@ def dequantize_float8(codes: Any, scale_inv: Any, tile: int, extent: int, dtype:
 # ---- any of them ----
 
 
-def quantize(x: Float[AnyArray, "*B m k"], amax: Any, scale: Any, q: Float8Quantization) -> tuple:
+def quantize(x: Float[AnyArray, "*B m k"], amax: Any, scale: Any, group_sizes: Any, q: Float8Quantization) -> tuple:
     """Codes, stored scale, and amax (None where every block has its own scale). amax and scale, of which at most one
-    is given, concern "float8" only: what the tensor's scale is computed from, and the scale itself."""
+    is given, concern "float8" only: what the tensor's scale is computed from, and the scale itself. group_sizes, which
+    exclude tiles: each group of rows is a tensor of its own."""
+    xp = namespace(x, amax, scale, group_sizes)
+    x, layout = xp.asarray(x), None
+    if group_sizes is not None:
+        layout = _groups.Layout.of(xp.asarray(group_sizes), x.shape[-2], q.axis, q.block)
+        x = layout.arrange(x)
     match q.scaling:
         case "mxfp8":
             return *quantize_mxfp8(x, q), None
         case "float8_block":
-            return *quantize_float8_block(x, q), None
+            codes, scale_inv = quantize_float8_block(x, q)
+            if layout is not None:
+                used = layout.group < layout.groups
+                used = used[..., None] if q.axis == -1 else used[..., None, :]
+                scale_inv = xp.where(used, scale_inv, np.float32(0))
+            return codes, scale_inv, None
         case "float8" if scale is None:
-            return quantize_float8_current(x, amax, q)
+            return quantize_float8_current(x, amax, q, layout)
         case "float8":
-            return *quantize_float8(x, scale, q), amax_float8(x, q)
+            return *quantize_float8(x, scale, q, layout), amax_float8(x, q, layout)
         case _:
             assert_never(q.scaling)
+
+
+def quantize_transpose(
+    x: Float[AnyArray, "*B m k"], amax: Any, scale: Any, group_sizes: Any, q: Float8Quantization
+) -> tuple:
+    """`quantize` row-wise, then column-wise; q.axis is ignored."""
+    rowwise = quantize(x, amax, scale, group_sizes, replace(q, axis=-1))
+    return *rowwise, *quantize(x, amax, scale, group_sizes, replace(q, axis=0))
 
 
 def dequantize(codes: Any, scale: Any, tile: int, extent: int, dtype: Any) -> Float[AnyArray, "*B r {extent}"]:

@@ -3,14 +3,25 @@
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, Literal
 
 import jax
 
-from jax_fp4._recipe import BackwardMode, Recipe, Rules, rules_in_force
-from jax_fp4._record import CallEvent, Event, LayerEvent, RulesEvent, recording
+from jax_fp4._choosing import Rules, rules_in_force
+from jax_fp4._ops import supported
+from jax_fp4._recipe import (
+    HIGH_PRECISION,
+    BackwardMode,
+    CustomRecipe,
+    Product,
+    Recipe,
+    Scaling,
+    mode_of,
+    scaling_of,
+)
+from jax_fp4._record import CallEvent, Cost, Event, LayerEvent, RulesEvent, recording
 
-_HEADER = ("layer", "op", "x", "kernel", "forward", "dx", "dw", "note")
+_HEADER = ("layer", "op", "x", "kernel", "forward", "dx", "dw", "padding", "kept", "note")
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,9 @@ class Row:
     dx: str
     dw: str
     note: str
+    implementation: str  # what multiplies on this platform, and quantizes
+    padding: int  # zeros that round blocked extents up, in the forward and its backward
+    residual_bytes: int  # kept for the backward, if all that can be is differentiated; of an MLP in its first row
     chosen_by: str  # the recipe of the layer, the rule or the autocast context that decided; or why there is none
 
 
@@ -42,7 +56,9 @@ class Report:
         cells: list[tuple[str, ...]] = [_HEADER]
         for row in self.rows:
             shapes = shape(map(str, row.x_shape)), shape(map(str, row.kernel_shape))
-            cells.append((row.layer, row.op, *shapes, row.forward, row.dx, row.dw, row.note))
+            products = row.forward, row.dx, row.dw
+            amounts = str(row.padding), f"{row.residual_bytes:,} B"
+            cells.append((row.layer, row.op, *shapes, *products, *amounts, row.note))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
@@ -52,6 +68,9 @@ class Report:
         by = Counter(call.implementation for call in self.calls)
         how = f" ({', '.join(f'{count} {name}' for name, count in by.items())})" if by else ""
         calls = f"{len(self.calls)} quantize calls{how}, {padding} padded elements"
+        lines += [
+            f"  {op}: {how}" for op, how in {row.op: row.implementation for row in self.rows if row.quantized}.items()
+        ]
         lines += [_unmatched(rule) for rule in self.unmatched]
         return "\n".join([*lines, f"{quantized} of {len(self.rows)} layer calls quantized, {calls}"])
 
@@ -85,40 +104,76 @@ def _unmatched(rule: str) -> str:
 
 
 def _row(event: LayerEvent) -> Row:
-    name = event.path or event.op
-    if event.recipe is None:
-        forward = dx = dw = "high precision"
-        note = f"not quantized: {event.reason}"
-    else:
+    cost = event.cost() if event.cost is not None else Cost(0, 0)
+    forward = dx = dw = "high precision"
+    note, how = f"not quantized: {event.reason}", "XLA"
+    if event.recipe is not None:
         assert isinstance(event.recipe, Recipe)
         forward, dx, dw = _formats(event.recipe)
-        note = _note(event.recipe)
+        note, how = _note(event.recipe), supported(event.op, jax.default_backend()).reason
         if event.reason.startswith("rule "):
             note += f"; {event.reason}"
-    shapes, quantized = (event.x_shape, event.kernel_shape), event.recipe is not None
-    return Row(name, event.op, *shapes, quantized, forward, dx, dw, note, event.reason)
+    return Row(
+        layer=event.path or event.op,
+        op=event.op,
+        x_shape=event.x_shape,
+        kernel_shape=event.kernel_shape,
+        quantized=event.recipe is not None,
+        forward=forward,
+        dx=dx,
+        dw=dw,
+        note=note,
+        implementation=how,
+        padding=cost.padding,
+        residual_bytes=cost.residual_bytes,
+        chosen_by=event.reason,
+    )
 
 
 def _formats(recipe: Recipe) -> tuple[str, str, str]:
     """Operand formats of y = x w, dx = dy w^T, dw = x^T dy."""
-    x = "row-scaled nvfp4" if recipe.row_scaled_activation else "nvfp4"
-    match recipe.mode:
+    x, kernel = (_name(scaling_of(recipe, "forward", operand)) for operand in ("x", "kernel"))
+    forward = f"{x} x {kernel}"
+    return forward, _gradient(recipe, "dgrad", kernel), _gradient(recipe, "wgrad", x)
+
+
+def _gradient(recipe: Recipe, product: Literal["dgrad", "wgrad"], forward: str) -> str:
+    """dy w^T or x^T dy, of an operand that the forward multiplied as `forward` says."""
+    other: Literal["x", "kernel"] = "kernel" if product == "dgrad" else "x"
+    match mode_of(recipe, product):
         case BackwardMode.DEFAULT:
-            return f"{x} x nvfp4", "nvfp4 x nvfp4", f"{x} x nvfp4"
+            dy, forward = (_name(scaling_of(recipe, product, operand)) for operand in ("dy", other))
         case BackwardMode.UNQUANT:
-            return f"{x} x nvfp4", "high precision x high precision", "high precision x high precision"
+            dy = forward = _name(None)
         case BackwardMode.DEQUANT:
-            return f"{x} x nvfp4", "high precision x nvfp4", f"{x} x high precision"
-        case _:
-            assert_never(recipe.mode)
+            dy = _name(None)
+    return f"{dy} x {forward}" if product == "dgrad" else f"{forward} x {dy}"
+
+
+def _name(scaling: Scaling | None) -> str:
+    if scaling is None:
+        return "high precision"
+    return f"row-scaled {scaling.format}" if scaling.row_scaled else scaling.format
 
 
 def _note(recipe: Recipe) -> str:
-    default = recipe.mode is BackwardMode.DEFAULT
+    """Each recipe, with the settings that are not its defaults, and what is stochastic or transformed."""
+    if isinstance(recipe, CustomRecipe):
+        return "; ".join(f"{name}: {_of_part(getattr(recipe, name), name)}" for name in ("forward", "dgrad", "wgrad"))
+    return _of_part(recipe, "wgrad")
+
+
+def _of_part(part: Any, product: Product) -> str:
+    if part is HIGH_PRECISION:
+        return repr(part)
+    kernel, dy = part.scaling("kernel"), part.scaling("dy")
+    default = part.mode is BackwardMode.DEFAULT and product != "forward"
+    chosen = getattr(part, "four_over_six", "none")
     traits = [
-        ("16x16 weight tiles", recipe.two_dimensional_weights),
-        (f"four-over-six of {recipe.four_over_six}", recipe.four_over_six != "none"),
-        ("Hadamard in dw", default and recipe.hadamard),
-        ("stochastic dy", default and recipe.stochastic_rounding),
+        (f"backward_mode={part.mode}", product != "forward"),
+        (f"{kernel.tile}x{kernel.tile} weight tiles", kernel.tile > 1),
+        (f"four-over-six of {chosen}", chosen != "none"),
+        ("Hadamard in dw", default and dy.hadamard),
+        ("stochastic dy", default and dy.stochastic),
     ]
-    return ", ".join([f"backward_mode={recipe.mode}", *(name for name, present in traits if present)])
+    return ", ".join([type(part).__name__, *(name for name, present in traits if present)])

@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from grouping import CASES, INT32_MAX, group_sizes, slices, total
+from hypothesis import given, settings
 
 import jax_fp4 as fp4
 from jax_fp4 import reference_fp8
@@ -64,7 +67,7 @@ def test_layout(format, block, axis, shape, batch_dims):
     scaling, codes = FLOAT8_FORMATS[format]
     batch = shape[:batch_dims]
     matrix = x.reshape(*batch, -1 if x.size else int(np.prod(shape[batch_dims:-1])), shape[-1])
-    want = reference_fp8.quantize(matrix, None, None, static(format, block, axis))
+    want = reference_fp8.quantize(matrix, None, None, None, static(format, block, axis))
     rows = shape[:-1] if axis == -1 else (*batch, shape[-1])
     extent = matrix.shape[-1 if axis == -1 else -2]
     length = FLOAT8_BLOCKS.get(scaling, 1)
@@ -124,7 +127,7 @@ def test_options_of_float32_scales():
     for format in ("float8", "float8_block_e5m2"):
         for flags in (dict(power_of_two=True), dict(power_of_two=False), dict(power_of_two=False, eps=0.5)):
             q = fp4.quantize(x, format, **flags)
-            want = reference_fp8.quantize(np.asarray(x), None, None, static(format, None, -1, **flags))
+            want = reference_fp8.quantize(np.asarray(x), None, None, None, static(format, None, -1, **flags))
             np.testing.assert_array_equal(bits(q.codes), bits(want[0]))
             np.testing.assert_array_equal(q.block_scale, want[1])
 
@@ -192,8 +195,165 @@ def test_strict_and_named_implementations_are_refused():
                 call(implementation=implementation)
 
 
+# --- groups: numerics.md, section 2 ---
+
+every_format = pytest.mark.parametrize("format", FLOAT8_FORMATS)
+few = settings(max_examples=settings().max_examples // 2)
+G, M, K = 5, 300, 40
+
+
+def rows(seed, m=M, k=K, sizes=None, dtype=np.float32):
+    """Random rows of very different magnitudes; with sizes, NaN in the tail."""
+    rng = np.random.default_rng(seed)
+    x = (rng.standard_normal((m, k)) * np.exp2(rng.integers(-6, 7, (m, 1)))).astype(dtype)
+    if sizes is not None:
+        x[total(sizes, m) :] = np.nan
+    return x
+
+
+def alone(x, sizes, format, **flags):
+    """Each group quantized by the specification without groups, its results put where section 2 says."""
+    (m, k), groups = x.shape, len(sizes)
+    scaling, codes = FLOAT8_FORMATS[format]
+    length = FLOAT8_BLOCKS.get(scaling, 1)
+    extent = length * ((m + (length - 1) * groups) // length)
+    by_tensor, kind = scaling == "float8", E8M0 if scaling == "mxfp8" else np.float32
+    results = []
+    for axis, shape in ((-1, (m, padded(k, length))), (0, (k, extent))):
+        scale_shape = (groups,) if by_tensor else (shape[0], shape[1] // length)
+        values, scale = np.zeros(shape, E4M3 if codes == "e4m3" else E5M2), np.zeros(scale_shape, kind)
+        amax, block = np.zeros(groups, np.float32) if by_tensor else None, 0
+        if scaling == "mxfp8":
+            scale = np.zeros(scale_shape, np.uint8).view(E8M0)
+        for e, r in enumerate(slices(sizes, m)):
+            own = {name: value[e] for name, value in flags.items() if name in ("amax", "scale")}
+            one = fp4.quantize(x[r], format, axis=axis, **(flags | own), implementation="reference")
+            n = one.codes.shape[-1] // length
+            where = (r,) if axis == -1 else (slice(None), slice(block, block + n))
+            values[r if axis == -1 else (slice(None), slice(block * length, (block + n) * length))] = one.codes
+            if by_tensor:
+                scale[e], amax[e] = one.block_scale, one.amax
+            else:
+                scale[where] = one.block_scale
+            block += n
+        results.append((values, scale, amax))
+    return results
+
+
+def arrays(pair):
+    return [leaf for q in pair for leaf in (q.codes, q.block_scale, q.amax) if leaf is not None]
+
+
+def check_groups(x, sizes, format, **flags):
+    """The specification in NumPy and what runs by itself, both axes at once and each, against `alone`."""
+    want = jax.tree.leaves(alone(x, sizes, format, **flags))
+    pair = fp4.quantize_transpose(x, format, group_sizes=sizes, **flags, implementation="reference")
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(pair))
+    for got, expected in zip(arrays(pair), want, strict=True):
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(bits(got), bits(expected), strict=True)
+    for q, axis in zip(fp4.quantize_transpose(x, format, group_sizes=sizes, **flags), (-1, 0), strict=True):
+        assert_same(q, pair[axis + 1])
+        assert_same(fp4.quantize(x, format, axis=axis, group_sizes=sizes, **flags), q)
+
+
+@pytest.mark.core
+@every_format
+@few
+@given(group_sizes(G, M), st.integers(0, 99), st.sampled_from([None, None, np.nan, np.inf, 0.0]))
+def test_each_group_is_quantized_as_if_alone(format, sizes, seed, odd):
+    """A7, C1-C8: bit for bit, with exact zeros in the tail and in unused columns, and NaN there read by nobody."""
+    x = rows(seed, sizes=sizes)
+    if odd is not None and total(sizes, M):
+        x[0, seed % K] = odd
+    check_groups(x, sizes, format)
+
+
+@every_format
+@pytest.mark.parametrize("case", CASES)
+def test_cases_of_groups(format, case):
+    """And of a narrow dtype, whose rows are one block less a few."""
+    sizes, m = CASES[case]
+    check_groups(rows(1, m, 13, sizes, ml_dtypes.bfloat16), np.int32(sizes), format)
+
+
+def test_options_of_groups():
+    """Options, and amaxes and scales given for each group."""
+    sizes = np.int32([8, 0, 130, 1, 17])
+    x, per_group = rows(2, sizes=sizes), np.exp2(np.arange(G, dtype=np.float32))
+    for format in ("float8", "float8_block_e5m2"):
+        check_groups(x, sizes, format, power_of_two=format == "float8", eps=1.0)
+    check_groups(x, sizes, "float8", amax=per_group, power_of_two=True)
+    check_groups(x, sizes, "float8_e5m2", scale=per_group)
+    q = fp4.quantize(x, "float8", group_sizes=sizes)
+    assert (q.amax[1], q.block_scale[1]) == (0, 1)
+
+
+@pytest.mark.core
+@every_format
+def test_groups_under_jit_and_vmap(format):
+    """C11: one program for all sizes; a stack of x with sizes of their own."""
+    several = np.int32([[8, 0, 30, 1, 17], [0, 0, 300, 0, 0], [INT32_MAX, 3, -1, 4, 5], [0, 0, 0, 0, 0]])
+    x = np.stack([rows(seed, sizes=sizes) for seed, sizes in enumerate(several)])
+    one = lambda x, s: fp4.quantize_transpose(x, format, group_sizes=s)  # noqa: E731
+    run = jax.jit(one)
+    both = jax.vmap(one)(x, several)
+    for i, sizes in enumerate(several):
+        want = fp4.quantize_transpose(x[i], format, group_sizes=sizes, implementation="reference")
+        assert_same(run(x[i], sizes), want)
+        assert_same(jax.tree.map(lambda leaf, i=i: leaf[i], both), want)
+    assert run._cache_size() == 1
+
+
+@pytest.mark.core
+@every_format
+@few
+@given(group_sizes(G, M), st.sampled_from([np.float32, ml_dtypes.bfloat16]))
+def test_dequantize_groups(format, sizes, dtype):
+    """Both layouts, each group as alone, in NumPy and jax; the tail is zero."""
+    x = rows(5, sizes=sizes)
+    for q in fp4.quantize_transpose(x, format, group_sizes=sizes):
+        got = np.asarray(DEQUANTIZE(q, dtype))
+        exact = fp4.dequantize(jax.tree.map(np.asarray, q), dtype, implementation="reference")
+        assert isinstance(exact, np.ndarray)
+        for values in (exact, fp4.dequantize(q, dtype, implementation="reference"), fp4.dequantize(q.mT, dtype).T):
+            np.testing.assert_array_equal(bits(values), bits(got), strict=True)
+        assert got.shape == x.shape and got.dtype == dtype and not bits(got)[total(sizes, M) :].any()
+        for r in slices(sizes, M):
+            one = fp4.quantize(x[r], format, axis=q.axis, implementation="reference")
+            np.testing.assert_array_equal(bits(got[r]), bits(fp4.dequantize(one, dtype, implementation="reference")))
+
+
+DEQUANTIZE = jax.jit(fp4.dequantize, static_argnames=("dtype", "implementation"))
+
+
+@every_format
+@pytest.mark.parametrize("case", ["no rows", "no groups", "one row"])
+def test_dequantize_the_cases_of_groups(format, case):
+    sizes, m = CASES[case]
+    for q in fp4.quantize_transpose(rows(6, m, 20, sizes), format, group_sizes=np.int32(sizes)):
+        for got in (DEQUANTIZE(q), fp4.dequantize(jax.tree.map(np.asarray, q), implementation="reference")):
+            assert got.shape == (m, 20) and not np.asarray(got)[total(sizes, m) :].any()
+
+
+def test_fields_of_groups():
+    sizes, x = np.int32([5, 0, 12]), rows(8, 24).reshape(2, 3, 4, K)
+    for format, extent in (("mxfp8", 96), ("float8_block", 384), ("float8", 24)):
+        row, column = fp4.quantize_transpose(x, format, group_sizes=sizes)
+        assert (row.grouped, column.grouped, row.extent, column.extent) == ("rows", "blocks", K, 24)
+        assert (row.shape, column.shape, column.codes.shape) == (x.shape, (24, K), (K, extent))
+        assert row.group_sizes is not None and column.group_sizes is not None
+        np.testing.assert_array_equal(
+            fp4.dequantize(row).reshape(24, K)[:5], fp4.dequantize(fp4.quantize(x.reshape(24, K)[:5], format))
+        )
+    with recording() as events:
+        fp4.quantize(x, "mxfp8", axis=0, group_sizes=sizes)
+    assert events == [CallEvent("", "quantize", (24, K), "reference", K * (96 - 24))]
+
+
 ONES = jnp.ones((16, 32))
 ONE = np.float32(1)
+SIZES = np.int32([4, 8])
 MXFP8 = fp4.quantize(ONES, "mxfp8")
 
 
@@ -214,7 +374,11 @@ def quantize(format, **flags):
         (quantize("float8", axis=0, hadamard=True), ValueError, "hadamard is given"),
         (quantize("mxfp8", key=KEY), ValueError, "key is given"),
         (quantize("mxfp8", four_over_six=fp4.FourOverSix()), ValueError, "four_over_six is given"),
-        (quantize("mxfp8", group_sizes=jnp.array([16])), fp4.UnsupportedError, "group_sizes is given"),
+        (quantize("mxfp8", group_sizes=[16]), TypeError, "group_sizes is of type list"),
+        (quantize("float8", group_sizes=SIZES, batch_dims=1), ValueError, "batch_dims is 1 beside group_sizes"),
+        (quantize("mxfp8", group_sizes=SIZES, block=(32, 32)), ValueError, r"block=\(32, 32\) is together with"),
+        (quantize("float8", group_sizes=SIZES, amax=ONE), ValueError, r"amax is float32 \(\); needs float32 \(2,\)"),
+        (quantize("float8", group_sizes=SIZES, scale=np.float32([1, 0])), ValueError, "scale is .*; needs positive"),
         (quantize("mxfp8", amax=ONE), ValueError, "amax is given beside format='mxfp8'; needs one scale a tensor"),
         (quantize("float8_block", scale=ONE), ValueError, "scale is given"),
         (quantize("mxfp8", power_of_two=True), ValueError, "power_of_two is True with format='mxfp8'"),

@@ -58,15 +58,15 @@ def rows(seed: int, m: int = M, k: int = K, sizes=None, dtype=np.float32):
 # --- where the groups lie ---
 
 
-def columns_by_hand(sizes, m):
+def columns_by_hand(sizes, m, block=16):
     """The row of every position of the column-wise form and the group of every block."""
-    extent = 16 * ((m + 15 * len(sizes)) // 16)
+    extent = block * ((m + (block - 1) * len(sizes)) // block)
     positions, first, group = [], [], []
     for e, r in enumerate(slices(sizes, m)):
-        first.append(len(positions) // 16)
-        positions += [*range(r.start, r.stop), *[m] * (-(r.stop - r.start) % 16)]
-        group += [e] * (len(positions) // 16 - first[-1])
-    group += [len(sizes)] * (extent // 16 - len(group))
+        first.append(len(positions) // block)
+        positions += [*range(r.start, r.stop), *[m] * (-(r.stop - r.start) % block)]
+        group += [e] * (len(positions) // block - first[-1])
+    group += [len(sizes)] * (extent // block - len(group))
     blocks = [group.count(e) for e in range(len(sizes))]
     return positions + [m] * (extent - len(positions)), first, blocks, group
 
@@ -105,6 +105,15 @@ def test_layout_of_the_cases(case):
     sizes, m = CASES[case]
     check_layout(sizes, m, *layout(np.int32(sizes), m))
     check_layout(sizes, m, *LAYOUT(np.int32(sizes), m))
+
+
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("case", CASES)
+def test_longer_blocks(case, block):
+    """Those of the 8-bit formats."""
+    sizes, m = CASES[case]
+    for got, want in zip(_groups.columns(np.int32(sizes), m, block), columns_by_hand(sizes, m, block), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_layout_of_a_batch():

@@ -18,17 +18,18 @@ RANKS = {
     for rank, names in {
         0: "_formats _errors _record",
         1: "_recipe _array _placement _groups _lowering _minifloat checkpoint_policies",
-        2: "reference reference_fp8 _ffi _arguments _ragged",
-        3: "_float8 _rules _hopper _blackwell _operands",
+        2: "_choosing reference reference_fp8 _ffi _arguments _ragged",
+        3: "_float8 _rules delayed _hopper _blackwell _operands",
         4: "_ops",
-        5: "_products",
-        6: "_gather _modes _activations _norm",
-        7: "_dense",
-        8: "_grouped_dense _grouped_mlp _dot_general _layernorm_dense",
-        9: "_routing _mlp",
-        10: "_moe",
-        11: "linen nnx export diagnostics report __main__",
-        12: "__init__",
+        5: "_forms",
+        6: "_products",
+        7: "_gather _modes _activations _norm",
+        8: "_dense",
+        9: "_grouped_dense _grouped_mlp _dot_general _layernorm_dense",
+        10: "_routing _mlp",
+        11: "_moe",
+        12: "linen nnx export diagnostics report __main__",
+        13: "__init__",
     }.items()
 }
 RANK = {name: rank for rank, names in RANKS.items() for name in names}

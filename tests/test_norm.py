@@ -347,3 +347,27 @@ def test_a_missing_key_and_strict_name_the_function(op, arrays):
     refused(lambda: gradients(layer, DY, **arrays), ValueError, f"{op}: key is None")
     with fp4.strict():
         refused(lambda: layer(**arrays), fp4.UnsupportedError, f"{op}: x is of extent 24")
+
+
+@pytest.mark.core
+def test_delayed_scaling_has_its_state_or_is_refused():
+    """The states after a step are those of `dense` on the normalized output. The two products of an MLP have none."""
+    delayed = fp4.DelayedScaling()
+    state = fp4.delayed.init(delayed)
+
+    def step(layer, x):
+        return jax.jit(jax.grad(lambda state: jnp.sum(layer(x, state=state, recipe=delayed) * DY)))(state)
+
+    norm = flax_norm(X, SCALE, NORM_BIAS)
+    got = step(lambda x, **how: fp4.layernorm_dense(x, SCALE, NORM_BIAS, KERNEL, BIAS, **how), X)
+    want = step(lambda x, **how: fp4.dense(x, KERNEL, BIAS, **how), norm)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    refused(lambda: fp4.layernorm_dense(**DENSE, recipe=delayed), ValueError, "layernorm_dense: state is None")
+    for argument in ("recipe", "out_recipe"):
+        says = f"layernorm_mlp: {argument} is DelayedScaling"
+        refused(partial(fp4.layernorm_mlp, **MLP, **{argument: delayed}), fp4.UnsupportedError, says)
+    groups = dict(w_in=W_IN[None], w_out=W_OUT[None], group_sizes=jnp.int32([M]))
+    refused(
+        lambda: fp4.grouped_mlp(X, **groups, recipe=delayed), fp4.UnsupportedError, "grouped_mlp: recipe is Delayed"
+    )

@@ -123,6 +123,9 @@ def test_the_report_names_the_layers():
     module = linen.LayerNormMLP(F, recipe=recipe("unquant"))
     variables = module.init(KEY, X)
     assert "layernorm_mlp" in str(fp4.report(module.apply, variables, X))
+    module = linen.LayerNormDense(N, recipe=recipe("default"))  # evaluated, it needs no key; nor does its report
+    (row,) = fp4.report(module.apply, module.init(KEY, X), X).rows
+    assert row.op == "layernorm_dense" and row.residual_bytes > 0
 
 
 # --- rules ---

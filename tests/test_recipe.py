@@ -10,7 +10,8 @@ import pytest
 
 import jax_fp4 as fp4
 from jax_fp4 import _record
-from jax_fp4._recipe import BACKWARD_MODE_VARIABLE, chosen_by, resolve
+from jax_fp4._choosing import chosen_by, resolve
+from jax_fp4._recipe import BACKWARD_MODE_VARIABLE
 
 R = fp4.NVFP4BlockScaling
 

@@ -482,7 +482,7 @@ def test_constants_are_not_folded_into_other_roundings(flags):
     """Scales, codes or x closed over are constants of the program, which XLA would combine with ours."""
     x, q = normal(24, 33, 50, spread=3.0), Float8Quantization(**flags)
     codes, scale = want = quantized(x, q)
-    assert_same(jax.jit(lambda: reference_fp8.quantize(jnp.asarray(x), None, None, q)[:2])(), want)
+    assert_same(jax.jit(lambda: reference_fp8.quantize(jnp.asarray(x), None, None, None, q)[:2])(), want)
     values = decoded(want, q, x.shape)
     for known in (jnp.asarray(scale), jnp.full(scale.shape, scale.reshape(-1)[0])):
         result = jax.jit(lambda codes, known=known: reference_fp8.dequantize(codes, known, q.tile, 50, F32))(codes)
@@ -496,10 +496,10 @@ def test_constants_are_not_folded_into_other_roundings(flags):
         assert_same(got, np.full((1, 32), 448 * 2.0**-127, F32))
     if q.scaling == "float8":
         amax, given = np.abs(x).max(), np.float32(3.7)
-        got = jax.jit(lambda x: reference_fp8.quantize(x, jnp.asarray(amax), None, q)[:2])(x)
+        got = jax.jit(lambda x: reference_fp8.quantize(x, jnp.asarray(amax), None, None, q)[:2])(x)
         assert_same(got, want)
-        got = jax.jit(lambda x: reference_fp8.quantize(x, None, jnp.asarray(given), q)[:2])(x)
-        assert_same(got, reference_fp8.quantize(x, None, given, q)[:2])
+        got = jax.jit(lambda x: reference_fp8.quantize(x, None, jnp.asarray(given), None, q)[:2])(x)
+        assert_same(got, reference_fp8.quantize(x, None, given, None, q)[:2])
 
 
 @every_scaling

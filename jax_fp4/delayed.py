@@ -1,0 +1,166 @@
+"""The state of delayed scaling: init, update, merge.
+
+`dense(..., recipe=recipe, state=state)` quantizes with the scales of the state, and what `jax.grad` gives for the state
+is no gradient: it is the state after this step.
+
+    recipe = jax_fp4.DelayedScaling()
+    state = delayed.init(recipe)                       # one for each call of a layer, beside the parameters
+    grads, new = jax.grad(loss, argnums=(0, 1))(params, state, batch)
+    state = delayed.update(state, new)
+
+Optimizers see `grads` alone. With gradient accumulation the microbatches all start at one state, and `merge` makes one
+of the states they end with, as if their amaxes had been one: `delayed.update(state, delayed.merge(new1, new2))`.
+"""
+
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float
+
+from jax_fp4 import reference_fp8
+from jax_fp4._errors import message
+from jax_fp4._formats import E4M3_MAX, E5M2_MAX, FLOAT8_FORMATS
+from jax_fp4._minifloat import magnitude_bits
+from jax_fp4._recipe import DelayedScaling, Operand
+from jax_fp4.reference_fp8 import Delayed
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DelayedState:
+    """What one call of a layer remembers: for each operand its last amaxes [*b, length] and the scale [*b] they gave.
+
+    *b is () or, of a grouped layer, (g,): every expert is a tensor of its own. `calls` float32 [] is 0; in what is
+    differentiated it counts the calls that the state was given to.
+    """
+
+    x: Delayed
+    kernel: Delayed
+    dy: Delayed
+    calls: Float[Array, ""]
+
+
+def init(recipe: DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
+    """A state without a history, whose scales are 1. shape: (g,) for a layer of g groups.
+
+    Raises TypeError for another recipe.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        why, fix = "only delayed scaling has a state", "jax_fp4.DelayedScaling()"
+        raise TypeError(message("delayed.init", "recipe", repr(recipe), "a DelayedScaling", why, fix))
+    empty, one = jnp.zeros((*shape, recipe.amax_history_len), jnp.float32), jnp.ones(shape, jnp.float32)
+    x, kernel, dy = (Delayed(jnp.copy(empty), jnp.copy(one)) for _ in range(3))  # copies: steps may donate them
+    return DelayedState(x, kernel, dy, jnp.zeros((), jnp.float32))
+
+
+def update(states: Any, gradients: Any, *, axis_name: Any = None) -> Any:
+    """The states after a step: `gradients`, what differentiation gave for `states`, a DelayedState or a tree of them.
+
+    A state that the loss did not use stays as it is. axis_name: inside shard_map, the mesh axes that share the batch;
+    their amaxes become one. (Under jit, arrays are whole: their amaxes are too.)
+    Raises ValueError where a state was used more than once, since the sum of two states is none; where that is only
+    known at run time, the new scales are NaN.
+    """
+    if axis_name is not None:
+        stacked = jax.tree.map(lambda a: jax.lax.all_gather(a, axis_name).reshape(-1, *a.shape), gradients)
+        count = jax.tree.leaves(stacked)[0].shape[0]
+        gradients = functools.reduce(merge, [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(count)])
+    return _each(_updated, states, gradients)
+
+
+def merge(first: Any, second: Any) -> Any:
+    """One state of two that began as the same one: every amax is the larger of the two, and so is what the scale was
+    made of. Trees of states in, a tree out."""
+    return _each(_merged, first, second)
+
+
+def _each(function, *trees):
+    return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, DelayedState))
+
+
+def _updated(state: DelayedState, new: DelayedState) -> DelayedState:
+    if not isinstance(new.calls, Tracer) and new.calls > 1:
+        given, why = f"used {int(new.calls)} times", "each call sees other values, and the sum of two states is none"
+        fix = "delayed.init for each call (and a stack of states under jax.vmap or jax.lax.scan)"
+        raise ValueError(message("delayed.update", "a state", given, "one call", why, fix))
+    unused, once = new.calls == 0, new.calls == 1
+
+    def pick(old, now):
+        return jnp.where(once, now, jnp.where(unused, old, jnp.nan))
+
+    return dataclasses.replace(jax.tree.map(pick, state, new), calls=state.calls)
+
+
+def _merged(first: DelayedState, second: DelayedState) -> DelayedState:
+    calls = jnp.maximum(first.calls, second.calls)
+    x, kernel, dy = (
+        _larger(getattr(first, name), getattr(second, name), first.calls, second.calls)
+        for name in ("x", "kernel", "dy")
+    )
+    return DelayedState(x, kernel, dy, calls)
+
+
+def _larger(a: Delayed, b: Delayed, a_calls, b_calls) -> Delayed:
+    """Of two histories that differ in their newest amax alone, the one that has the larger, and its scale."""
+    newer, older = (magnitude_bits(d.history[..., -1]) for d in (b, a))  # of bits, so that NaN is the largest
+    second = (b_calls > 0) & ((a_calls == 0) | (newer > older))
+    return Delayed(jnp.where(second[..., None], b.history, a.history), jnp.where(second, b.scale, a.scale))
+
+
+# --- for the layers ---
+
+
+def observed(state: Delayed, recipe: DelayedScaling, operand: Operand, amax: Any) -> Delayed:
+    """The state of one operand after a call that saw `amax`; None if it was not quantized, then it stays."""
+    if amax is None:
+        return state
+    codes = FLOAT8_FORMATS[recipe.scaling(operand).format][1]
+    largest = E4M3_MAX if codes == "e4m3" else E5M2_MAX
+    return reference_fp8.update_delayed(state, amax, largest, recipe.margin, recipe.amax_compute_algo == "most_recent")
+
+
+def check_state(op: str, recipe: object, state: object, shape: tuple[int, ...] = (), argument: str = "state") -> None:
+    """A state where the recipe is DelayedScaling, and only there, of the recipe's length and of the layer's shape."""
+    if not isinstance(recipe, DelayedScaling):
+        if state is not None:
+            why, fix = "no other recipe reads it", "recipe=DelayedScaling(), or no state"
+            shown = f"given beside {type(recipe).__name__ if recipe is not None else 'no recipe'}"
+            raise ValueError(message(op, argument, shown, "DelayedScaling", why, fix))
+        return
+    made = f"jax_fp4.delayed.init(recipe{f', {shape}' if shape else ''})"
+    if not isinstance(state, DelayedState):
+        why, fix = (
+            "DelayedScaling quantizes with the scales it holds",
+            f"{argument}={made}, and its gradient (delayed.py)",
+        )
+        shown = "None" if state is None else f"a {type(state).__name__}"
+        raise (ValueError if state is None else TypeError)(message(op, argument, shown, "a DelayedState", why, fix))
+    need = jax.eval_shape(lambda: init(recipe, shape))
+    if jax.tree.map(np.shape, state) != jax.tree.map(np.shape, need):
+        shown = f"with histories {state.x.history.shape}, {state.kernel.history.shape}, {state.dy.history.shape}"
+        why = "each tensor (or expert) has amax_history_len amaxes"
+        raise ValueError(message(op, argument, shown, f"{need.x.history.shape}", why, made))
+
+
+_seen: weakref.WeakValueDictionary[int, Tracer] = weakref.WeakValueDictionary()
+
+
+def is_used_again(state: DelayedState | None) -> bool:
+    """Whether this traced state was given to a call before: differentiated, the two would be added up."""
+    if state is None or not isinstance(state.calls, Tracer):
+        return False
+    if _seen.get(id(state.calls)) is state.calls:
+        return True
+    _seen[id(state.calls)] = state.calls
+    return False
+
+
+def refuse_used_again(op: str) -> None:
+    why, fix = "its gradient is the next state, and two cannot be added", "delayed.init for each call"
+    raise ValueError(message(op, "state", "that an earlier call was given", "a state of its own", why, fix))
