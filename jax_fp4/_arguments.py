@@ -11,14 +11,12 @@ from jax.core import Tracer
 from jaxtyping import Array, UInt32
 
 from jax_fp4._array import QuantizedTensor
-from jax_fp4._errors import message
+from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._formats import BLOCK, E4M3_MAX, FORMATS, Quantization, amax_shape, exclusion, stored
+from jax_fp4._lowering import Implementation
 from jax_fp4._recipe import FourOverSix, check_choice
 
 FLOATS = ("float32", "bfloat16", "float16")
-IMPLEMENTATIONS = (None, "cpu", "cuda", "reference")
-
-Implementation = Literal["cpu", "cuda", "reference"] | None
 
 
 def quantization(
@@ -213,6 +211,11 @@ def refuse_float8(op: str, **given) -> None:
             raise ValueError(
                 message(op, name, "given beside format='nvfp4'", "an 8-bit format", why, f"a call without {name}")
             )
+
+
+def refuse_padding(op: str, name: str, shown: str, multiple: int = BLOCK) -> None:
+    why, fix = "strict() forbids padding", "another size, or no strict()"
+    raise UnsupportedError(message(op, name, f"of {shown}", f"a multiple of {multiple}", why, fix))
 
 
 def check_quantized(op: str, name: str, q) -> None:

@@ -12,12 +12,11 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
 from jax_fp4 import _modes, _record
-from jax_fp4._arguments import check_float, check_quantized, float_dtype, key_words
+from jax_fp4._arguments import check_float, check_quantized, float_dtype, key_words, refuse_padding
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._errors import is_strict, message
 from jax_fp4._modes import Kernel, Needs, Residuals, Scales, is_frozen
-from jax_fp4._ops import refuse_padding
 from jax_fp4._products import along_last, matmul, sum_of_groups
 from jax_fp4._recipe import DelayedScaling, Operand, Product, Recipe, RecipeChoice, draws, scaling_of
 from jax_fp4._rules import primals, refuse_perturbed
@@ -64,14 +63,7 @@ def dense(
 
 
 def dense_as(
-    op: str,
-    x: Any,
-    kernel: Any,
-    bias,
-    recipe: RecipeChoice | None,
-    key,
-    state: DelayedState | None,
-    preferred_element_type,
+    op: str, x: Any, kernel: Any, bias, recipe: RecipeChoice | None, key, state, preferred_element_type
 ) -> Float[Array, "*b n"]:
     """`dense`, known by the name `op` to errors and to the report."""
     chosen = resolve(op, recipe)
@@ -142,11 +134,13 @@ def _affine_bwd(static: Static, residuals: tuple[Residuals, Any, Any], dy):
 affine.defvjp(_affine_fwd, _affine_bwd, symbolic_zeros=True)
 
 
+# For the report, which differentiates to learn what a call takes: where that, only evaluated, has no key.
+SOME_SEED = jax.ShapeDtypeStruct((2,), jnp.uint32)
+
+
 def cost_of(x, kernel, bias, seed, group_sizes, state, static: Static) -> Any:
-    """What `affine` takes, for the report. It is differentiated to learn that, so there is a key even where the call,
-    only evaluated, has none."""
-    seed = jax.ShapeDtypeStruct((2,), jnp.uint32) if seed is None else seed
-    rest = bias, seed, group_sizes, state
+    """What `affine` takes, for the report."""
+    rest = bias, SOME_SEED if seed is None else seed, group_sizes, state
     if is_frozen(kernel):
         return _record.cost_of(lambda x, *rest: affine(x, *rest, static), x, kernel, *rest)
     return _record.cost_of(lambda both, *rest: affine(*both, *rest, static), (x, kernel), *rest)

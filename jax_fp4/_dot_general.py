@@ -17,6 +17,7 @@ from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._dense import dense
 from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe
+from jax_fp4.delayed import DelayedState
 
 Axes = Sequence[int]
 DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]  # ((lhs, rhs) contracted, (lhs, rhs) batch)
@@ -28,6 +29,7 @@ class DotGeneral:
     """A callable with the signature of `jax.lax.dot_general`, quantized: lhs holds activations, rhs the weight.
 
     recipe: None takes autocast's, HIGH_PRECISION none. Without a recipe the call is `jax.lax.dot_general`, bit for bit.
+    state: of DelayedScaling, for one call, as in `dense`; it counts as the key does where two are compared.
     key: the JAX key of stochastic rounding. One key gives the same draws at every call: make a DotGeneral for each step
         (`jax.random.fold_in(key, step)`), or use `jax_fp4.linen.DotGeneral`, which draws from a stream.
 
@@ -43,12 +45,14 @@ class DotGeneral:
 
     recipe: RecipeChoice | None = None
     key: Any = None
+    state: Any = None
 
     def __post_init__(self):
         check_recipe("DotGeneral", self.recipe)
 
     def __eq__(self, other):
-        return isinstance(other, DotGeneral) and self.recipe == other.recipe and self.key is other.key
+        same = isinstance(other, DotGeneral) and self.recipe == other.recipe
+        return same and self.key is other.key and self.state is other.state
 
     def __hash__(self):
         return hash((self.recipe, id(self.key)))  # arrays have no hash
@@ -83,6 +87,7 @@ class DotGeneral:
             dimension_numbers,
             recipe=self.recipe,
             key=self.key,
+            state=self.state,
             preferred_element_type=preferred_element_type,
         )
 
@@ -95,6 +100,7 @@ def contract(
     *,
     recipe: RecipeChoice | None,
     key=None,
+    state: DelayedState | None = None,
     preferred_element_type=None,
 ) -> Float[Array, "..."]:
     """`dense` over any axes: x and kernel as `lax.dot_general` takes them, bias [*batch, *out] or None.
@@ -114,8 +120,11 @@ def contract(
     x = x.transpose(*x_batch, *rows, *x_in).reshape(*batch, *(x.shape[axis] for axis in rows), k)
     kernel = kernel.transpose(*kernel_batch, *kernel_in, *out).reshape(*batch, k, n)
     bias = None if bias is None else bias.reshape(*batch, n)
-    product = partial(dense, recipe=recipe, key=key, preferred_element_type=preferred_element_type)
+    product = partial(dense, recipe=recipe, key=key, state=state, preferred_element_type=preferred_element_type)
     if batch:  # one call of each handler, with an amax for each entry
+        if state is not None:
+            why, fix = "a state is of one product, these are one for each batch entry", "Float8CurrentScaling()"
+            raise UnsupportedError(message("dense", "batch_dims", batch, "none under DelayedScaling", why, fix))
         product = jax.vmap(product)
     return product(x, kernel, bias).reshape(y.shape)
 

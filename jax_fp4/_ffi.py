@@ -21,6 +21,7 @@ from jax_fp4._formats import (
     E4M3_MAX,
     INTERLEAVE,
     PACK,
+    Float8Quantization,
     Quantization,
     amax_shape,
     codes_shape,
@@ -96,6 +97,7 @@ def _gpus() -> list:
 
 _COMPUTE = {"float32": 0, "bfloat16": 1, "float16": 2}
 _FOUR_OVER_SIX = {"": 0, "MAE": 1, "MSE": 2}
+_SCALINGS = {"mxfp8": np.int32(0), "float8_block": np.int32(1), "float8": np.int32(2)}
 _ACTIVATIONS = {
     name: number
     for number, name in enumerate(
@@ -209,6 +211,82 @@ def dequantize_interleaved(
         bound=np.int32(E4M3_MAX),
         **form,
     )
+
+
+# --- the 8-bit formats: CPU only ---
+
+
+def quantize_float8(
+    x: Float[Array, "*b m k"],
+    amax: Float32[Array, "..."] | None,
+    scale: Float32[Array, "..."] | None,
+    group_sizes: Int32[Array, "*b g"] | None,
+    q: Float8Quantization,
+):
+    """-> codes, block_scale, amax (None where every block has its own scale) of x along q.axis."""
+    return _quantize_float8("jax_fp4_quantize_float8", x, amax, scale, group_sizes, q, (q.axis,), axis=np.int32(q.axis))
+
+
+def quantize_transpose_float8(
+    x: Float[Array, "*b m k"],
+    amax: Float32[Array, "..."] | None,
+    scale: Float32[Array, "..."] | None,
+    group_sizes: Int32[Array, "*b g"] | None,
+    q: Float8Quantization,
+):
+    """-> the same row-wise, then column-wise, in one pass over x."""
+    return _quantize_float8("jax_fp4_quantize_transpose_float8", x, amax, scale, group_sizes, q, (-1, 0))
+
+
+def _quantize_float8(target: str, x, amax, scale, group_sizes, q: Float8Quantization, axes, **attributes):
+    operands = (
+        x,
+        _operand(amax, x, jnp.float32),
+        _operand(scale, x, jnp.float32),
+        _operand(group_sizes, x, jnp.int32),
+    )
+    results = tuple(result for axis in axes for result in _float8_results(x, replace(q, axis=axis), group_sizes))
+    attributes |= {
+        "scaling": _SCALINGS[q.scaling],
+        "codes": np.int32(q.codes == "e5m2"),
+        "tile": np.int32(q.tile),
+        "compute": np.int32(_COMPUTE[q.compute_dtype]),
+        "power_of_two": np.bool_(q.power_of_two),
+        "eps": np.float32(q.eps),
+        "given_amax": np.bool_(amax is not None),
+        "given_scale": np.bool_(scale is not None),
+        "grouped": np.bool_(group_sizes is not None),
+    }
+    arrays = _call(target, results, operands, **attributes)
+    absent = q.scaling != "float8"
+    return tuple(None if absent and i % 3 == 2 else array for i, array in enumerate(arrays))
+
+
+def _float8_results(x, q: Float8Quantization, group_sizes):
+    batch, (rows, extent) = x.shape[:-2], stored(x.shape, q.axis)
+    groups = None if group_sizes is None else group_sizes.shape[-1]
+    p = padded(extent, q.block) if groups is None or q.axis == -1 else grouped_extent(extent, groups, q.block)
+    matrices = batch if groups is None else (*batch, groups)
+    scale_shape, amax_shape = {
+        "mxfp8": ((*batch, rows, p // q.block), (*batch, 0)),
+        "float8_block": ((*batch, padded(rows, q.tile) // q.tile, p // q.block), (*batch, 0)),
+        "float8": (matrices, matrices),
+    }[q.scaling]
+    return (
+        jax.ShapeDtypeStruct((*batch, rows, p), jnp.float8_e5m2 if q.codes == "e5m2" else jnp.float8_e4m3fn),
+        jax.ShapeDtypeStruct(scale_shape, jnp.float8_e8m0fnu if q.scaling == "mxfp8" else jnp.float32),
+        jax.ShapeDtypeStruct(amax_shape, jnp.float32),
+    )
+
+
+def dequantize_float8(codes, scale, tile: int, extent: int, dtype):
+    """-> values [*b, r, extent] in the stored orientation."""
+    of_blocks = "mxfp8" if scale.dtype == jnp.float8_e8m0fnu else "float8_block"
+    scaling = of_blocks if scale.ndim == codes.ndim else "float8"
+    out = jax.ShapeDtypeStruct((*codes.shape[:-1], extent), dtype)
+    # The rows of an MXFP8 tile each have their scale.
+    attributes = dict(scaling=_SCALINGS[scaling], tile=np.int32(tile if scaling == "float8_block" else 1))
+    return _call("jax_fp4_dequantize_float8", out, (codes, scale), **attributes)
 
 
 # --- products: CUDA only, for sm_90a ---

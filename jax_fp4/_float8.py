@@ -1,20 +1,20 @@
-"""quantize and dequantize of the 8-bit formats: check the arguments, call the specification, which is all there is."""
+"""quantize, quantize_transpose and dequantize of the 8-bit formats: check the arguments, choose an implementation, call
+it."""
 
 import functools
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Literal, assert_never
+from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_fp4 import _groups, _record, reference_fp8
-from jax_fp4._arguments import IMPLEMENTATIONS, Implementation, Tensor, compute_dtype
+from jax_fp4 import _ffi, _groups, _record, reference_fp8
+from jax_fp4._arguments import Tensor, compute_dtype, refuse_padding
 from jax_fp4._array import QuantizedTensor
-from jax_fp4._errors import UnsupportedError, is_strict, message
+from jax_fp4._errors import is_strict, message
 from jax_fp4._formats import (
     FLOAT8_BLOCKS,
     FLOAT8_FORMATS,
@@ -24,7 +24,7 @@ from jax_fp4._formats import (
     padded,
     stored,
 )
-from jax_fp4._lowering import undifferentiable
+from jax_fp4._lowering import IMPLEMENTATIONS, Implementation, native_or_reference
 from jax_fp4._recipe import check_choice
 
 Axes = tuple[Literal[-1, 0], ...]
@@ -45,12 +45,11 @@ def quantize(
         _per_tensor(op, name, value, tensor, positive=name == "scale")
         for name, value in (("amax", amax), ("scale", scale))
     ]
-    results = []
-    for axis in axes:
-        run = _specification("quantize", op, format, implementation, is_strict(), q=replace(q, axis=axis))
-        results.append(_packed(run(tensor.x, *given, tensor.group_sizes), tensor, format, replace(q, axis=axis)))
-    _note(op, tensor, q, axes)
-    return tuple(results)
+    run = _choose(op, format, implementation, q=replace(q, axis=axes[0]))
+    _note(op, tensor, q, axes, implementation)
+    result = run(tensor.x, *given, tensor.group_sizes)
+    packed = partial(_packed, tensor=tensor, format=format)
+    return tuple(packed(result[3 * i : 3 * i + 3], q=replace(q, axis=axis)) for i, axis in enumerate(axes))
 
 
 def dequantize(q: QuantizedTensor, dtype: np.dtype, implementation: Implementation):
@@ -64,9 +63,8 @@ def dequantize(q: QuantizedTensor, dtype: np.dtype, implementation: Implementati
 
 
 def _decoded(q: QuantizedTensor, codes, scale, extent: int, dtype: np.dtype, implementation: Implementation):
-    op, tile = "dequantize", 1 if q.block is None else q.block[0]
-    run = _specification(op, op, q.format, implementation, is_strict(), tile=tile, extent=extent, dtype=dtype)
-    return run(codes, scale)
+    tile = 1 if q.block is None else q.block[0]
+    return _choose("dequantize", q.format, implementation, tile=tile, extent=extent, dtype=dtype)(codes, scale)
 
 
 def _stored_matrices(q: QuantizedTensor):
@@ -76,12 +74,13 @@ def _stored_matrices(q: QuantizedTensor):
         codes = q.codes.reshape(math.prod(q.codes.shape[:-1]), 1, k)
         return codes, _groups.of_group(q.block_scale, _groups.group_of_rows(q.group_sizes, codes.shape[0]), 0)
     scale, batch = q.block_scale, ()
+    of_tiles = q.block is not None and q.block[0] > 1 and FLOAT8_FORMATS[q.format][0] == "float8_block"
     if q.block is None:
         batch = scale.shape
-    elif q.block[0] > 1:
+    elif of_tiles:
         batch = scale.shape[:-2]
     rows = math.prod(q.codes.shape[len(batch) : -1])
-    if q.block is not None and q.block[0] == 1:
+    if q.block is not None and not of_tiles:
         scale = scale.reshape(rows, scale.shape[-1])
     return q.codes.reshape(*batch, rows, q.codes.shape[-1]), scale
 
@@ -186,43 +185,39 @@ def _packed(arrays, tensor: Tensor, format: str, q: Float8Quantization) -> Quant
     )
 
 
-@functools.cache
-def _specification(name: str, op: str, format: str, implementation: Implementation, strict: bool, **static):
-    """The function of `reference_fp8`, which alone knows these formats; whatever asks for a handler is refused.
-
-    Cached, so that eager calls find their compiled program. On NumPy arrays implementation="reference" runs in NumPy.
-    """
+def _choose(op: str, format: str, implementation: Implementation, **static):
     check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
-    specification = partial(getattr(reference_fp8, name), **static)
-
-    def function(*arguments):
-        with jax.numpy_rank_promotion("allow"):  # the specification broadcasts as NumPy does, whatever the user forbids
-            return specification(*arguments)
-
-    compiled = jax.jit(undifferentiable(op, function), inline=True)
-    match implementation:
-        case "reference":
-            return lambda x, *rest: (function if isinstance(x, np.ndarray) else compiled)(x, *rest)
-        case "cpu" | "cuda":
-            why = f"{format} has no kernel in this version"
-            raise UnsupportedError(
-                message(op, "implementation", repr(implementation), "'reference'", why, "implementation=None")
-            )
-        case None if strict:
-            why, fix = "it has no kernel and strict() forbids the reference", "implementation='reference'"
-            raise UnsupportedError(message(op, "format", repr(format), "a format with a kernel", why, fix))
-        case None:
-            return compiled
-        case _:
-            assert_never(implementation)
+    return _implementation(op, format, implementation, is_strict(), **static)
 
 
-def _note(op: str, tensor: Tensor, q: Float8Quantization, axes: Axes) -> None:
-    """Record the call and the zeros that round its blocked extents up."""
+@functools.cache
+def _implementation(op: str, format: str, implementation: Implementation, strict: bool, **static):
+    """The function that runs; on CUDA it is the specification, as XLA's elementwise code."""
+    native, specification = (partial(function, **static) for function in _FUNCTIONS[op])
+    no_cuda = "'cpu' or 'reference'", f"{format} has no CUDA kernel in this version"
+    return native_or_reference(op, native, specification, implementation, strict, no_cuda)
+
+
+# The handler's wrapper and the specification of each op.
+_FUNCTIONS = {
+    "quantize": (_ffi.quantize_float8, reference_fp8.quantize),
+    "quantize_transpose": (_ffi.quantize_transpose_float8, reference_fp8.quantize_transpose),
+    "dequantize": (_ffi.dequantize_float8, reference_fp8.dequantize),
+}
+
+
+def _note(op: str, tensor: Tensor, q: Float8Quantization, axes: Axes, implementation: Implementation) -> None:
+    """Record the call and the zeros that round its blocked extents up; under strict() refuse those that are known."""
     padding = 0
     for axis in axes:
         rows, extent = stored(tensor.x.shape, axis)
         by_group = axis == 0 and tensor.groups is not None
         blocks = grouped_extent(extent, tensor.groups or 0, q.block) if by_group else padded(extent, q.block)
         padding += math.prod(tensor.batch) * rows * (blocks - extent)
-    _record.record(_record.CallEvent(_record.path(), op, tensor.x.shape, "reference", padding))
+        if extent % q.block and is_strict() and not by_group:
+            refuse_padding(op, "x", f"extent {extent} along axis {axis}", q.block)
+        if rows % q.tile and is_strict():
+            refuse_padding(op, "x", f"{rows} rows under a tile of {q.tile}", q.tile)
+    _record.record(
+        _record.CallEvent(_record.path(), op, tensor.x.shape, implementation or "chosen at lowering", padding)
+    )

@@ -18,13 +18,27 @@ from jax_fp4 import _groups, _modes, _record
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._arguments import check_float, check_group_sizes, key_words
 from jax_fp4._choosing import chosen_by, resolve
-from jax_fp4._dense import check_bias, check_kernel, check_padding, check_x, kernel_dtype, require_key
-from jax_fp4._errors import UnsupportedError, message
+from jax_fp4._dense import (
+    SOME_SEED,
+    check_bias,
+    check_kernel,
+    check_padding,
+    check_x,
+    kernel_dtype,
+    require_key,
+    scales_of,
+    seen_backward,
+    seen_forward,
+)
+from jax_fp4._errors import message
 from jax_fp4._modes import Needs, Residuals, is_frozen
 from jax_fp4._ops import Made
 from jax_fp4._products import dots_with_groups, sum_of_groups
-from jax_fp4._recipe import BackwardMode, DelayedScaling, Recipe, RecipeChoice, check_recipe, mode_of
-from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
+from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, mode_of
+from jax_fp4._rules import is_kept, is_primal, keep, primals, refuse_perturbed
+from jax_fp4.delayed import DelayedState, check_state, is_used_again, refuse_used_again
+
+States = tuple[DelayedState | None, DelayedState | None]
 
 
 class Arguments(NamedTuple):
@@ -46,6 +60,7 @@ class Static(NamedTuple):
     activation: Activation
     dtype: np.dtype  # of x, of everything between the products, and of every high-precision product
     dtypes: tuple[np.dtype | None, ...]  # of the Arguments, and so of their gradients
+    used_again: bool  # whether a delayed-scaling state was given to an earlier call too
 
 
 class Kept(NamedTuple):
@@ -58,6 +73,7 @@ class Kept(NamedTuple):
     b_out: Any  # for the gradient of probs
     probs: Any
     group_sizes: Any
+    states: tuple[Any, Any]  # of delayed scaling, after what the forward quantized
 
 
 def recipe_of_second(recipe: RecipeChoice | None, out_recipe: RecipeChoice | None) -> RecipeChoice | None:
@@ -78,6 +94,7 @@ def grouped_mlp(
     recipe: RecipeChoice | None = None,
     out_recipe: RecipeChoice | None = None,
     key=None,
+    state: States | None = None,
 ) -> Float[Array, "*b n"]:
     """y = p (act(x W_in + b_in) W_out + b_out) for each group of rows: x [..., k] -> y [..., n] in x's dtype.
 
@@ -88,6 +105,7 @@ def grouped_mlp(
     recipe: of the first product and, unless out_recipe is given, of the second: None takes autocast's, HIGH_PRECISION
         none. The two may have different backward modes.
     key: the JAX key of stochastic rounding; the products use fold_in(key, 0) and fold_in(key, 1).
+    state: of DelayedScaling, a pair for the two products (None for one with another recipe), as in `grouped_dense`.
 
     Kept for the backward: what `grouped_dense` keeps for each product, and x W_in + b_in in x's dtype. The second input
     is kept packed in `default` (column-wise) and `dequant` (row-wise), and made again in `unquant`. Gradients have the
@@ -107,6 +125,7 @@ def grouped_mlp(
         recipe=recipe,
         out_recipe=out_recipe,
         key=key,
+        state=state,
     )
 
 
@@ -125,13 +144,13 @@ def mlp_as(
     recipe,
     out_recipe,
     key,
+    state,
 ) -> Float[Array, "*b n"]:
     """`grouped_mlp`, known by the name `op` to errors and to the report. Not grouped (group_sizes None), all rows go
     through the same kernels w_in [k, 2f], w_out [f, n] and biases [2f], [n]."""
     act = activation_of(op, activation)
     check_recipe(op, out_recipe, "out_recipe")
     first, second = resolve(op, recipe), resolve(op, recipe_of_second(recipe, out_recipe))
-    _refuse_delayed(op, recipe=first, out_recipe=second)
     check_x(op, x)
     in_shape = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped=grouped)
     *groups, k, hidden = in_shape
@@ -155,12 +174,11 @@ def mlp_as(
             why = f"x {x.shape} has a factor for each row"
             raise ValueError(message(op, "probs", f"of shape {probs.shape}", f"{x.shape[:-1]}", why, "probs=None"))
     m = math.prod(x.shape[:-1])
-    for chosen, given, kernel_shape, names in (
-        (first, recipe, in_shape, ("x", "w_in")),
-        (second, recipe_of_second(recipe, out_recipe), shape, ("w_out (rows)", "w_out")),
+    states = check_states(op, (first, second), state, tuple(groups))
+    for chosen, kernel_shape, names in (
+        (first, in_shape, ("x", "w_in")),
+        (second, shape, ("w_out (rows)", "w_out")),
     ):
-        reason, operand_shape = chosen_by(op, given), (*x.shape[:-1], kernel_shape[-2])
-        _record.record(_record.LayerEvent(_record.path(), op, operand_shape, kernel_shape, chosen, reason))
         check_padding(op, chosen, *kernel_shape[-2:], m=None if grouped else m, names=names)
     arguments = Arguments(
         jnp.asarray(x).reshape(m, k), w_in, w_out, b_in, b_out, None if probs is None else probs.reshape(m)
@@ -170,31 +188,54 @@ def mlp_as(
         key_words(op, key)  # refuses what is no key in our words, before fold_in does
         seeds = tuple(key_words(op, jax.random.fold_in(key, i)) for i in (0, 1))
     dtypes = tuple(None if a is None else kernel_dtype(a) for a in arguments)
-    static = Static(op, (first, second), act, x.dtype, dtypes)
-    y: Any = _mlp(arguments, seeds, group_sizes, static)
+    static = Static(op, (first, second), act, x.dtype, dtypes, any(map(is_used_again, states)))
+    cost = _cost_of(arguments, seeds, group_sizes, states, static)
+    for chosen, given, kernel_shape, whole in (
+        (first, recipe, in_shape, cost),
+        (second, recipe_of_second(recipe, out_recipe), shape, None),
+    ):
+        shapes = (*x.shape[:-1], kernel_shape[-2]), kernel_shape
+        _record.record(_record.LayerEvent(_record.path(), op, *shapes, chosen, chosen_by(op, given), whole))
+    y: Any = _mlp(arguments, seeds, group_sizes, states, static)
     return y.reshape(*x.shape[:-1], n)
 
 
-def _refuse_delayed(op: str, **recipes: Recipe | None) -> None:
-    """Without the scales of its state, delayed scaling would be current scaling, silently."""
-    for argument, recipe in recipes.items():
-        if isinstance(recipe, DelayedScaling):
-            why, fix = "its scales are a state, which this function does not take", "Float8CurrentScaling()"
-            raise UnsupportedError(message(op, argument, "DelayedScaling", "another recipe", why, fix))
+def check_states(op: str, recipes: tuple[Recipe | None, Recipe | None], state, groups: tuple[int, ...]) -> States:
+    """The states of the two products, None where there is none to have."""
+    pair = (None, None) if state is None else state
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        fix = "(delayed.init(recipe), delayed.init(out_recipe)), with (g,) where there are groups"
+        raise TypeError(message(op, "state", f"a {type(state).__name__}", "a pair", "each product has its own", fix))
+    for recipe, one, name in zip(recipes, pair, ("state[0]", "state[1]"), strict=True):
+        check_state(op, recipe, one, groups, name)
+    return pair
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _mlp(arguments: Arguments, seeds, group_sizes, static: Static) -> Float[Array, "m n"]:
-    return _forward(arguments, seeds, group_sizes, static, Needs(False, False), Needs(False, False))[0]
+def _cost_of(arguments: Arguments, seeds, group_sizes, states, static: Static):
+    """What `_mlp` takes, for the report."""
+    free = {name: a for name, a in arguments._asdict().items() if a is not None and not is_frozen(a)}
+
+    def call(free, rest, *more):
+        return _mlp(rest._replace(**free), *more, static)
+
+    rest = arguments._replace(**dict.fromkeys(free))
+    return _record.cost_of(call, free, rest, seeds or (SOME_SEED, SOME_SEED), group_sizes, states)
 
 
-def _mlp_fwd(arguments: Any, seeds, group_sizes, static: Static):
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _mlp(arguments: Arguments, seeds, group_sizes, states, static: Static) -> Float[Array, "m n"]:
+    return _forward(arguments, seeds, group_sizes, states, static, Needs(False, False), Needs(False, False))[0]
+
+
+def _mlp_fwd(arguments: Any, seeds, group_sizes, states, static: Static):
     """Residuals for what is differentiated, and the errors that only differentiation can make."""
     for name, kernel in (("w_in", arguments.w_in), ("w_out", arguments.w_out)):
         if is_frozen(kernel):
             refuse_perturbed(static.op, name, kernel)
     perturbed = Arguments(*(a is not None and not is_frozen(a) and a.perturbed for a in arguments))
-    arguments, seeds, group_sizes = primals((arguments, seeds, group_sizes))
+    if static.used_again and any(leaf.perturbed for leaf in jax.tree.leaves(states, is_leaf=is_primal)):
+        refuse_used_again(static.op)
+    arguments, seeds, group_sizes, states = primals((arguments, seeds, group_sizes, states))
     before = perturbed.x or perturbed.w_in or perturbed.b_in  # whatever the first product depends on
     needs = Needs(perturbed.x, perturbed.w_in), Needs(before or perturbed.probs, perturbed.w_out)
     kernels = ("w_in", arguments.w_in), ("w_out", arguments.w_out)
@@ -203,24 +244,28 @@ def _mlp_fwd(arguments: Any, seeds, group_sizes, static: Static):
             require_key(static.op, recipe, seeds)
         if needed.x:
             _modes.require_along_n(static.op, name, kernel, recipe)
-    y, kept = _forward(arguments, seeds, group_sizes, static, *needs)
+    y, kept = _forward(arguments, seeds, group_sizes, states, static, *needs)
     return y, kept._replace(b_out=keep(kept.b_out if perturbed.probs else None, lambda: kept.b_out))
 
 
-def _forward(arguments: Arguments, seeds, group_sizes, static: Static, needs_in: Needs, needs_out: Needs):
+def _forward(arguments: Arguments, seeds, group_sizes, states, static: Static, needs_in: Needs, needs_out: Needs):
     """y, and what a backward with these needs reads."""
     x, w_in, w_out, b_in, b_out, probs = arguments
     (recipe, out_recipe), dtype = static.recipes, static.dtype
     seed, out_seed = (None, None) if seeds is None else seeds
     if probs is not None:  # those of the tail may be NaN
         probs = jnp.where(_groups.group_of_rows(group_sizes, x.shape[0]) < group_sizes.shape[0], probs, 0)
-    qx, qw = _modes.operands(x, w_in, recipe, needs_in, group_sizes)
+    state, out_state = states
+    qx, qw = _modes.operands(x, w_in, recipe, needs_in, group_sizes, scales=scales_of(state))
+    state = seen_forward(state, recipe, qx.forward, None if is_frozen(w_in) else qw.forward)
     h = _modes.multiply(qx, qw, dtype, group_sizes, compute=dtype, bias=b_in)  # [m,h] = [m,k] @ [g,k,h]
     first = _modes.residuals(x, w_in, seed, qx, qw, recipe, needs_in, group_sizes)
 
     a = _weighted(static.activation(h.astype(jnp.float32)), probs).astype(dtype)
     # Where it is quantized, CUDA makes it of h in the same call; no mode keeps it, so nothing outside reads it there.
-    qa, qw = _modes.operands(a, w_out, out_recipe, needs_out, group_sizes, Made(h, probs, static.activation))
+    made, scales = Made(h, probs, static.activation), scales_of(out_state)
+    qa, qw = _modes.operands(a, w_out, out_recipe, needs_out, group_sizes, made, scales)
+    out_state = seen_forward(out_state, out_recipe, qa.forward, None if is_frozen(w_out) else qw.forward)
     weights = None if probs is None or b_out is None else probs.astype(jnp.float32)
     y = _modes.multiply(qa, qw, dtype, group_sizes, compute=dtype, bias=b_out, bias_weights=weights)
     second = _modes.residuals(a, w_out, out_seed, qa, qw, out_recipe, needs_out, group_sizes)
@@ -229,21 +274,25 @@ def _forward(arguments: Arguments, seeds, group_sizes, static: Static, needs_in:
     if mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT:
         second = second._replace(x=keep(None, lambda: a))
     h = keep(h if needs_out.x or remake else None, lambda: h)
-    return y, Kept(first, second, h, jnp.zeros(int(remake)), b_out, probs, group_sizes)
+    return y, Kept(first, second, h, jnp.zeros(int(remake)), b_out, probs, group_sizes, (state, out_state))
 
 
 def _mlp_bwd(static: Static, kept: Kept, dy):
     if isinstance(dy, SymbolicZero):
-        return None, None, None
+        return None, None, None, None
     (recipe, out_recipe), dtype, dtypes = static.recipes, static.dtype, Arguments(*static.dtypes)
     second, sizes, probs, b_out = kept.second, kept.group_sizes, kept.probs, kept.b_out
     if kept.remake.size:
         a = _weighted(static.activation(kept.h.astype(jnp.float32)), probs).astype(dtype)
         second = second._replace(x=a)
-    da, dw_out, _ = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes)
+    state, out_state = kept.states
+    scale = scales_of(out_state).dy
+    da, dw_out, amax = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes, scale)
+    out_state = seen_backward(out_state, out_recipe, amax)
     db_out = None if b_out is None else sum_of_groups(_weighted(dy, probs), sizes).astype(dtypes.b_out)
     if da is None:
-        return Arguments(None, None, dw_out, None, db_out, None), None, None
+        states = seen_backward(state, recipe, None), out_state
+        return Arguments(None, None, dw_out, None, db_out, None), None, None, states
 
     value, pull = jax.vjp(static.activation, kept.h.astype(jnp.float32))
     d_probs = None
@@ -253,9 +302,11 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
             d_probs += dots_with_groups(dy, b_out, sizes)
         d_probs = d_probs.astype(probs.dtype)
     dh = pull(_weighted(da.astype(jnp.float32), probs))[0].astype(dtype)
-    dx, dw_in, _ = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes)
+    scale = scales_of(state).dy
+    dx, dw_in, amax = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes, scale)
     db_in = None if dtypes.b_in is None else sum_of_groups(dh, sizes).astype(dtypes.b_in)
-    return Arguments(dx, dw_in, dw_out, db_in, db_out, d_probs), None, None
+    states = seen_backward(state, recipe, amax), out_state
+    return Arguments(dx, dw_in, dw_out, db_in, db_out, d_probs), None, None, states
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd, symbolic_zeros=True)

@@ -108,7 +108,7 @@ class Layout(NamedTuple):
 def rows_of_columns(
     values: Shaped[AnyArray, "P k"], group_sizes: Int[AnyArray, " g"], m: int, block: int = BLOCK
 ) -> Any:
-    """[m, k], of values' kind: what lies at the P positions of the column-wise layout, at the rows of x; zero in the tail."""
+    """Array [m, k]: what lies at the P positions of the column-wise layout, at the rows of x; zero in the tail."""
     extent, k = values.shape
     where, layout = bounds(group_sizes, m), columns(group_sizes, m, block)
     group = group_of(where.ends, m)

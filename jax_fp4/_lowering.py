@@ -1,11 +1,13 @@
-"""What a program decides when it is lowered: `refuse`, which no platform can run, and `choose`, which CUDA may run
-otherwise. A program is traced once and lowered for any platform, so neither is known while it is traced. And what is
-refused where a program is differentiated."""
+"""What a program decides when it is lowered: `refuse`, which no platform can run, `choose`, which CUDA may run
+otherwise, and `native_or_reference`, which of an op's functions runs. A program is traced once and lowered for any
+platform, so none of these is known while it is traced. And what is refused where a program is differentiated."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal, assert_never
 
 import jax
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
@@ -179,3 +181,48 @@ def undifferentiable(op: str, function):
         )
 
     return guarded
+
+
+# --- native or reference ---
+
+IMPLEMENTATIONS = (None, "cpu", "cuda", "reference")
+Implementation = Literal["cpu", "cuda", "reference"] | None
+
+
+def native_or_reference(
+    op: str, native, specification, implementation: Implementation, strict: bool, no_cuda: tuple[str, str] | None
+):
+    """The function of an op that runs: chosen when the program is lowered, or the named one.
+
+    native is the wrapper of its handlers, for the CPU and CUDA, or without the latter where no_cuda says what
+    implementation="cuda" lacks: (needs, because). specification takes the same arrays. To be cached by the caller, so
+    that eager calls find their compiled program and the reference is traced once for each shape. inline: in a traced
+    program there is no call around it, only the custom call.
+    """
+    platforms = ("cpu",) if no_cuda else ("cpu", "cuda")
+
+    def fallback(*arguments):
+        with jax.numpy_rank_promotion("allow"):  # the specification broadcasts as NumPy does, whatever the user forbids
+            return specification(*arguments)
+
+    match implementation:
+        case "reference":
+            compiled = jax.jit(undifferentiable(op, fallback), inline=True)
+            return lambda x, *rest: (fallback if isinstance(x, np.ndarray) else compiled)(x, *rest)
+        case "cuda" if no_cuda:
+            raise UnsupportedError(message(op, "implementation", "'cuda'", *no_cuda, "implementation=None"))
+        case "cpu" | "cuda":
+            why = f"the handler named by implementation='{implementation}' runs on {implementation.upper()} only"
+            otherwise = refuse(
+                native, message(op, "platform", "{platform}", implementation, why, "implementation=None")
+            )
+            platforms = (implementation,)
+        case None if strict:
+            why, fix = "no kernel exists for it and strict() forbids the reference", "implementation='reference'"
+            otherwise = refuse(native, message(op, "platform", "{platform}", " or ".join(platforms), why, fix))
+        case None:
+            otherwise = fallback
+        case _:
+            assert_never(implementation)
+    choose = partial(jax.lax.platform_dependent, **dict.fromkeys(platforms, native), default=otherwise)
+    return jax.jit(undifferentiable(op, choose), inline=True)

@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jax_fp4._activations import Activation
-from jax_fp4._grouped_mlp import mlp_as
+from jax_fp4._grouped_mlp import States, mlp_as
 from jax_fp4._norm import normalize
 from jax_fp4._recipe import RecipeChoice
 
@@ -26,6 +26,7 @@ def layernorm_mlp(
     recipe: RecipeChoice | None = None,
     out_recipe: RecipeChoice | None = None,
     key=None,
+    state: States | None = None,
 ) -> Float[Array, "*b n"]:
     """y = act(norm(x) W_in + b_in) W_out + b_out: x [..., k] -> y [..., n] in x's dtype.
 
@@ -36,6 +37,7 @@ def layernorm_mlp(
     recipe: of the first product and, unless out_recipe is given, of the second: None takes autocast's, HIGH_PRECISION
         none. The two may have different backward modes.
     key: the JAX key of stochastic rounding; the products use fold_in(key, 0) and fold_in(key, 1).
+    state: of DelayedScaling, a pair for the two products (None for one with another recipe), as in `dense`.
 
     Kept for the backward: what `layernorm_dense` keeps for norm and first product; norm(x) W_in + b_in in x's dtype;
     the second input packed in `default` (column-wise) and `dequant` (row-wise), and in `unquant` nothing: it is made
@@ -57,4 +59,5 @@ def layernorm_mlp(
         recipe=recipe,
         out_recipe=out_recipe,
         key=key,
+        state=state,
     )

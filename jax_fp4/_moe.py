@@ -10,7 +10,7 @@ from jax_fp4._arguments import check_float
 from jax_fp4._choosing import resolve
 from jax_fp4._dense import check_kernel, check_x
 from jax_fp4._errors import message
-from jax_fp4._grouped_mlp import grouped_mlp, recipe_of_second
+from jax_fp4._grouped_mlp import States, grouped_mlp, recipe_of_second
 from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe, draws
 from jax_fp4._routing import Routing, combine_tokens, group_tokens, group_weights, route
 
@@ -34,12 +34,14 @@ def moe(
     recipe: RecipeChoice | None = None,
     out_recipe: RecipeChoice | None = None,
     key=None,
+    state: States | None = None,
     **routing: Any,
 ) -> tuple[Float[Array, "*b n"], Routing]:
     """Every token through top_k of g experts, dropless: x [..., d], router logits [..., g] -> (y [..., n], Routing).
 
-    w_in [g, d, 2f] ([g, d, f] where the activation has no gate), w_out [g, f, n], biases, activation, recipes and key:
-    as in `grouped_mlp`. routing: options of `route` (score, normalize, expert_groups, top_expert_groups, bias, scale).
+    w_in [g, d, 2f] ([g, d, f] where the activation has no gate), w_out [g, f, n], biases, activation, recipes, key and
+    state: as in `grouped_mlp`. routing: options of `route` (score, normalize, expert_groups, top_expert_groups, bias,
+    scale).
 
     The weights of the experts multiply the second input (`probs` of grouped_mlp), so that nothing as large as its
     output is kept for their gradient. y has x's dtype. Add `routing.aux_loss`, times a small factor, to the loss.
@@ -69,6 +71,7 @@ def moe(
         recipe=recipe,
         out_recipe=out_recipe,
         key=key,
+        state=state,
     )
     y = combine_tokens(y, order, top_k=top_k)
     return y.reshape(*x.shape[:-1], y.shape[-1]), chosen
@@ -82,9 +85,9 @@ expert_init = jax.nn.initializers.variance_scaling(
 )
 
 
-def layer_moe(layer: Any, x, logits, w_in, w_out, b_in, b_out, key, selection_bias):
+def layer_moe(layer: Any, x, logits, w_in, w_out, b_in, b_out, key, state, selection_bias):
     """`moe` with the settings of a layer."""
     names = ("top_k", "activation", "recipe", "out_recipe")
     routing = ("score", "normalize", "expert_groups", "top_expert_groups", "scale")
     settings = {name: getattr(layer, name) for name in (*names, *routing)}
-    return moe(x, logits, w_in, w_out, b_in=b_in, b_out=b_out, key=key, bias=selection_bias, **settings)
+    return moe(x, logits, w_in, w_out, b_in=b_in, b_out=b_out, key=key, state=state, bias=selection_bias, **settings)

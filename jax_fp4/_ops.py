@@ -3,7 +3,7 @@
 import functools
 import math
 from functools import partial
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +12,32 @@ from jaxtyping import Array, Float
 
 from jax_fp4 import _ffi, _float8, _groups, _record, reference
 from jax_fp4._arguments import (
-    IMPLEMENTATIONS,
-    Implementation,
     Tensor,
     check_quantized,
     float_dtype,
     given_amax,
     quantization,
     refuse_float8,
+    refuse_padding,
     seed_words,
 )
 from jax_fp4._array import QuantizedTensor
-from jax_fp4._errors import Support, UnsupportedError, is_strict, message
+from jax_fp4._errors import Support, is_strict, message
 from jax_fp4._formats import BLOCK, FLOAT8_FORMATS, PACK, Quantization, grouped_extent, padded, stored
-from jax_fp4._lowering import refuse, undifferentiable
+from jax_fp4._lowering import IMPLEMENTATIONS, Implementation, native_or_reference, undifferentiable
 from jax_fp4._recipe import FourOverSix, check_choice
 
 NATIVE = ("quantize", "quantize_transpose", "dequantize")
-LAYERS = ("dense", "grouped_dense", "grouped_mlp", "layernorm_dense", "layernorm_mlp")
-OPS = (*NATIVE, "matmul", "grouped_matmul", *LAYERS)
+OPS = (
+    *NATIVE,
+    "matmul",
+    "grouped_matmul",
+    "dense",
+    "grouped_dense",
+    "grouped_mlp",
+    "layernorm_dense",
+    "layernorm_mlp",
+)
 
 
 def quantize(
@@ -288,41 +295,9 @@ def _choose(op: str, implementation: Implementation, **static):
 
 @functools.cache
 def _implementation(op: str, implementation: Implementation, strict: bool, **static):
-    """The function that runs: chosen when the program is lowered, or the named one.
-
-    Cached, so that eager calls find their compiled program and the reference is traced once for each shape. inline:
-    in a traced program there is no call around it, only the custom call.
-    """
     native, specification = (partial(function, **static) for function in _FUNCTIONS[op])
-    platforms = ("cpu",) if _ffi.cuda_missing else ("cpu", "cuda")
-
-    def fallback(*arguments):
-        with jax.numpy_rank_promotion("allow"):  # the specification broadcasts as NumPy does, whatever the user forbids
-            return specification(*arguments)
-
-    match implementation:
-        case "reference":
-            compiled = jax.jit(undifferentiable(op, fallback), inline=True)
-            return lambda x, *rest: (fallback if isinstance(x, np.ndarray) else compiled)(x, *rest)
-        case "cuda" if _ffi.cuda_missing:
-            raise UnsupportedError(
-                message(op, "implementation", "'cuda'", "the CUDA extension", _ffi.cuda_missing, "implementation=None")
-            )
-        case "cpu" | "cuda":
-            why = f"the handler named by implementation='{implementation}' runs on {implementation.upper()} only"
-            otherwise = refuse(
-                native, message(op, "platform", "{platform}", implementation, why, "implementation=None")
-            )
-            platforms = (implementation,)
-        case None if strict:
-            why, fix = "no kernel exists for it and strict() forbids the reference", "implementation='reference'"
-            otherwise = refuse(native, message(op, "platform", "{platform}", " or ".join(platforms), why, fix))
-        case None:
-            otherwise = fallback
-        case _:
-            assert_never(implementation)
-    choose = partial(jax.lax.platform_dependent, **dict.fromkeys(platforms, native), default=otherwise)
-    return jax.jit(undifferentiable(op, choose), inline=True)
+    no_cuda = ("the CUDA extension", _ffi.cuda_missing) if _ffi.cuda_missing else None
+    return native_or_reference(op, native, specification, implementation, strict, no_cuda)
 
 
 @functools.cache
@@ -368,19 +343,6 @@ def _note(op: str, tensor: Tensor, q: Quantization, axes: tuple[int, ...], imple
             refuse_padding(op, "x", f"{rows} rows under a tile of {q.tile}")
     _record.record(
         _record.CallEvent(_record.path(), op, tensor.x.shape, implementation or "chosen at lowering", padding)
-    )
-
-
-def refuse_padding(op: str, name: str, shown: str, length: int = BLOCK) -> None:
-    raise UnsupportedError(
-        message(
-            op,
-            name,
-            f"of {shown}",
-            f"a multiple of {length}",
-            "strict() forbids padding",
-            "another size, or no strict()",
-        )
     )
 
 

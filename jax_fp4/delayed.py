@@ -85,14 +85,18 @@ def _each(function, *trees):
 
 
 def _updated(state: DelayedState, new: DelayedState) -> DelayedState:
-    if not isinstance(new.calls, Tracer) and new.calls > 1:
-        given, why = f"used {int(new.calls)} times", "each call sees other values, and the sum of two states is none"
+    if not isinstance(new.calls, Tracer) and np.any(np.asarray(new.calls) > 1):
+        given, why = (
+            f"used {int(np.max(new.calls))} times",
+            "each call sees other values, and the sum of two states is none",
+        )
         fix = "delayed.init for each call (and a stack of states under jax.vmap or jax.lax.scan)"
         raise ValueError(message("delayed.update", "a state", given, "one call", why, fix))
     unused, once = new.calls == 0, new.calls == 1
 
     def pick(old, now):
-        return jnp.where(once, now, jnp.where(unused, old, jnp.nan))
+        first, none = (_up_to(flag, old.ndim) for flag in (once, unused))
+        return jnp.where(first, now, jnp.where(none, old, jnp.nan))
 
     return dataclasses.replace(jax.tree.map(pick, state, new), calls=state.calls)
 
@@ -109,8 +113,14 @@ def _merged(first: DelayedState, second: DelayedState) -> DelayedState:
 def _larger(a: Delayed, b: Delayed, a_calls, b_calls) -> Delayed:
     """Of two histories that differ in their newest amax alone, the one that has the larger, and its scale."""
     newer, older = (magnitude_bits(d.history[..., -1]) for d in (b, a))  # of bits, so that NaN is the largest
+    a_calls, b_calls = (_up_to(calls, newer.ndim) for calls in (a_calls, b_calls))
     second = (b_calls > 0) & ((a_calls == 0) | (newer > older))
     return Delayed(jnp.where(second[..., None], b.history, a.history), jnp.where(second, b.scale, a.scale))
+
+
+def _up_to(flags: Any, ndim: int) -> Any:
+    """With trailing axes: states may be stacked, [s], and what they hold has axes of its own behind."""
+    return flags.reshape(*flags.shape, *[1] * (ndim - flags.ndim))
 
 
 # --- for the layers ---

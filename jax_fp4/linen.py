@@ -7,6 +7,10 @@ its parameters, "block3/mlp/Dense_0".
 Stochastic rounding draws from the stream "sr" (`model.apply(variables, x, rngs={"sr": key})`, and
 `split_rngs={"sr": True}` in lifted transformations). Without the stream a layer can be evaluated; differentiated, it
 says what is missing.
+DelayedScaling keeps its state in the collection "fp4_state", one for each layer, which `init` makes and a step updates:
+
+    grads = jax.grad(lambda v: loss(model.apply(v, batch)))({"params": params, "fp4_state": states})
+    states = jax_fp4.delayed.update(states, grads["fp4_state"])    # the optimizer sees grads["params"] alone
 """
 
 import contextlib
@@ -19,17 +23,20 @@ import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 
-from jax_fp4 import _dot_general, _record
+from jax_fp4 import _dot_general, _record, delayed
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._choosing import Rules, autocast, resolve
 from jax_fp4._dot_general import check_layer, increasing, layer_product, layer_recipe
 from jax_fp4._errors import message
 from jax_fp4._grouped_dense import grouped_dense
+from jax_fp4._grouped_mlp import States, recipe_of_second
 from jax_fp4._layernorm_dense import layernorm_dense
 from jax_fp4._mlp import layernorm_mlp
 from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
 from jax_fp4._norm import has_norm_bias, norm_settings, scale_init_of
-from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, draws
+from jax_fp4._recipe import HIGH_PRECISION, DelayedScaling, Recipe, RecipeChoice, check_recipe, draws
+
+STATES = "fp4_state"
 
 # Flax's own code. Without Flax's wrapper: ours runs already, a second one would capture intermediates twice.
 _flax_dense = inspect.unwrap(nn.Dense.__call__)
@@ -106,8 +113,9 @@ class GroupedDense(nn.Module):
         bias = self.param("bias", self.bias_init, shape[::2], self.param_dtype) if self.use_bias else None
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, kernel, bias, dtype=self.dtype))
         with _record.layer("/".join(self.path)):
-            key = _key(self, resolve("GroupedDense", self.recipe))
-            return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
+            recipe = resolve("GroupedDense", self.recipe)
+            key, state = _key(self, recipe), _state(self, recipe, shape=(self.num_groups,))
+            return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key, state=state)
 
 
 @no_type_check
@@ -147,10 +155,11 @@ class LayerNormDense(nn.Module):
         bias = self.param("bias", self.bias_init, shape[1:], self.param_dtype) if self.use_bias else None
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, scale, norm_bias, kernel, bias, dtype=self.dtype))
         with _record.layer("/".join(self.path)):
-            key = _key(self, resolve("LayerNormDense", self.recipe))
-            return layernorm_dense(
-                x, scale, norm_bias, kernel, bias, **norm_settings(self), recipe=self.recipe, key=key
+            recipe = resolve("LayerNormDense", self.recipe)
+            how: dict[str, Any] = norm_settings(self) | dict(
+                recipe=self.recipe, key=_key(self, recipe), state=_state(self, recipe)
             )
+            return layernorm_dense(x, scale, norm_bias, kernel, bias, **how)
 
 
 @no_type_check
@@ -199,8 +208,9 @@ class LayerNormMLP(nn.Module):
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, scale, norm_bias, w_in, dtype=self.dtype))
         settings = norm_settings(self) | {n: getattr(self, n) for n in ("activation", "recipe", "out_recipe")}
         with _record.layer("/".join(self.path)):
-            key = _key(self, drawing_recipe("LayerNormMLP", self.recipe, self.out_recipe))
-            return layernorm_mlp(x, scale, norm_bias, w_in, w_out, b_in=b_in, b_out=b_out, **settings, key=key)
+            settings["key"] = _key(self, drawing_recipe("LayerNormMLP", self.recipe, self.out_recipe))
+            settings["state"] = _states(self, ())
+            return layernorm_mlp(x, scale, norm_bias, w_in, w_out, b_in=b_in, b_out=b_out, **settings)
 
 
 def _widened_kernel(*operands, dtype=None, inexact=True) -> list[Any]:
@@ -275,7 +285,7 @@ class MoE(nn.Module):
         x = jnp.asarray(inputs, canonicalize_dtype(inputs, w_in, dtype=self.dtype))
         with _record.layer("/".join(self.path)):
             key = _key(self, drawing_recipe("MoE", self.recipe, self.out_recipe))
-            return layer_moe(self, x, logits, w_in, w_out, b_in, b_out, key, selection_bias)
+            return layer_moe(self, x, logits, w_in, w_out, b_in, b_out, key, _states(self, (g,)), selection_bias)
 
 
 @no_type_check
@@ -297,7 +307,7 @@ class DotGeneral(nn.Module):
     def __call__(self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None):
         with _record.layer("/".join(self.path)):
             recipe = resolve("linen.DotGeneral", self.recipe)
-            dot_general = _dot_general.DotGeneral(self.recipe, _key(self, recipe))
+            dot_general = _dot_general.DotGeneral(self.recipe, _key(self, recipe), _state(self, recipe))
             return dot_general(
                 lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
             )
@@ -373,8 +383,8 @@ _REPLACEMENTS = {_flax_dense: _dense, _flax_dense_general: _dense_general}
 
 def _product(layer: Any, recipe: Recipe, operands, axis, batch_dims):
     promoted = layer.promote_dtype(*operands, dtype=layer.dtype)
-    key = _key(layer, recipe)
-    return layer_product(layer, operands, promoted, _promote_dtype, axis, batch_dims, key=key)
+    how = dict(key=_key(layer, recipe), state=_state(layer, recipe))
+    return layer_product(layer, operands, promoted, _promote_dtype, axis, batch_dims, **how)
 
 
 def _norm_parameters(layer: Any, k: int):
@@ -388,6 +398,24 @@ def _key(module: nn.Module, recipe: Recipe | None):
     """A key of the stream "sr" where the recipe rounds stochastically. None without the stream: `dense` raises, but
     only where it is differentiated."""
     return module.make_rng("sr") if recipe is not None and draws(recipe) and module.has_rng("sr") else None
+
+
+def _state(module: nn.Module, recipe: Recipe | None, name: str = "state", shape: tuple[int, ...] = ()):
+    """The module's own of the collection "fp4_state", where the recipe has a state; made by `init`."""
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    if not (module.has_variable(STATES, name) or module.is_mutable_collection(STATES)):
+        given, fix = f"without {'/'.join((*module.path, name))}", "what model.init gave under the same recipe"
+        why = "DelayedScaling quantizes with the scales that it holds"
+        raise ValueError(message(type(module).__name__, f"the collection {STATES!r}", given, "a state", why, fix))
+    return module.variable(STATES, name, delayed.init, recipe, shape).value
+
+
+def _states(module: Any, shape: tuple[int, ...]) -> States:
+    """Of the two products of an MLP."""
+    op = type(module).__name__
+    first, second = resolve(op, module.recipe), resolve(op, recipe_of_second(module.recipe, module.out_recipe))
+    return _state(module, first, "state_in", shape), _state(module, second, "state_out", shape)
 
 
 def _flat(init, flat_shape: tuple[int, ...]):

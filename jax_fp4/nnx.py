@@ -19,17 +19,32 @@ from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
-from jax_fp4 import _record
+from jax_fp4 import _record, delayed
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._choosing import Rules, resolve
 from jax_fp4._dot_general import check_layer, layer_product, layer_recipe, refuse_out_sharding
 from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._grouped_dense import grouped_dense
+from jax_fp4._grouped_mlp import States, recipe_of_second
 from jax_fp4._layernorm_dense import layernorm_dense
 from jax_fp4._mlp import layernorm_mlp
 from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
 from jax_fp4._norm import has_norm_bias, norm_settings, scale_init_of
-from jax_fp4._recipe import HIGH_PRECISION, Recipe, RecipeChoice, check_recipe, draws
+from jax_fp4._recipe import HIGH_PRECISION, DelayedScaling, Recipe, RecipeChoice, check_recipe, draws
+
+
+class DelayedState(nnx.Variable):
+    """What DelayedScaling remembers of one product of a layer, a `jax_fp4.delayed.DelayedState`.
+
+    No parameter, so optimizers do not see it. Its "gradient" is the state after the step:
+
+        wrt = nnx.DiffState(0, nnx.Any(nnx.Param, DelayedState))
+        grads = nnx.grad(loss, argnums=wrt)(model, batch)
+        params, states = nnx.split_state(grads, nnx.Param, DelayedState)
+        optimizer.update(model, params)
+        nnx.update(model, jax_fp4.delayed.update(nnx.state(model, DelayedState), states))
+    """
+
 
 _SR = 0x7372  # "sr", folded into the key of a default stream
 
@@ -80,6 +95,7 @@ class Linear(nnx.Linear):
     """
 
     place: Place | None = None
+    state: Any = None
 
     @no_type_check  # a wrong recipe is for check_layer to refuse, in the tests too
     @_signature_of(nnx.Linear)
@@ -88,6 +104,7 @@ class Linear(nnx.Linear):
         super().__init__(*args, rngs=rngs, **kwargs)
         self.recipe = recipe
         self.sr = _stream(rngs)
+        _add_states(self)
 
     def __call__(self, inputs, out_sharding=None, *, key=None):
         with _placed(self):
@@ -105,6 +122,7 @@ class LinearGeneral(nnx.LinearGeneral):
     """
 
     place: Place | None = None
+    state: Any = None
 
     @no_type_check
     @_signature_of(nnx.LinearGeneral)
@@ -114,6 +132,7 @@ class LinearGeneral(nnx.LinearGeneral):
         super().__init__(*args, rngs=rngs, **kwargs)
         self.recipe = recipe
         self.sr = _stream(rngs)
+        _add_states(self)
 
     def __call__(self, inputs, out_sharding=None, *, key=None):
         with _placed(self):
@@ -136,6 +155,7 @@ class GroupedLinear(nnx.Module):
     """
 
     place: Place | None = None
+    state: Any = None
 
     def __init__(
         self,
@@ -161,6 +181,7 @@ class GroupedLinear(nnx.Module):
             self.bias = nnx.Param(bias_init(rngs.params(), shape[::2], param_dtype), **(bias_metadata or {}))
         self.num_groups, self.in_features, self.out_features = shape
         self.dtype, self.recipe, self.sr = dtype, recipe, _stream(rngs)
+        _add_states(self)
 
     def __call__(self, inputs, group_sizes, *, key=None):
         kernel, bias = self.kernel[...], None if self.bias is None else self.bias[...]
@@ -169,7 +190,8 @@ class GroupedLinear(nnx.Module):
             recipe = resolve("GroupedLinear", self.recipe)
             if key is None and recipe is not None and draws(recipe):
                 key = _draw(self.sr)
-            return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key)
+            state = _state(self, recipe)
+            return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key, state=state)
 
 
 @no_type_check
@@ -185,6 +207,7 @@ class LayerNormLinear(nnx.Module):
     """
 
     place: Place | None = None
+    state: Any = None
 
     def __init__(
         self,
@@ -217,6 +240,7 @@ class LayerNormLinear(nnx.Module):
         self.kernel = _param(self, kernel_init, (in_features, out_features), rngs, kernel_metadata)
         self.bias = _param(self, bias_init, (out_features,), rngs, bias_metadata) if use_bias else nnx.data(None)
         self.dtype, self.recipe, self.sr = dtype, recipe, _stream(rngs)
+        _add_states(self)
 
     def __call__(self, inputs, *, key=None):
         parameters = _values(self, "scale", "norm_bias", "kernel", "bias")
@@ -225,7 +249,8 @@ class LayerNormLinear(nnx.Module):
             recipe = resolve("LayerNormLinear", self.recipe)
             if key is None and recipe is not None and draws(recipe):
                 key = _draw(self.sr)
-            return layernorm_dense(x, *parameters, **norm_settings(self), recipe=self.recipe, key=key)
+            how: dict[str, Any] = norm_settings(self) | dict(recipe=self.recipe, key=key, state=_state(self, recipe))
+            return layernorm_dense(x, *parameters, **how)
 
 
 @no_type_check
@@ -239,6 +264,8 @@ class LayerNormMLP(nnx.Module):
     """
 
     place: Place | None = None
+    state_in: Any = None
+    state_out: Any = None
 
     def __init__(
         self,
@@ -280,6 +307,7 @@ class LayerNormMLP(nnx.Module):
         self.b_in = _param(self, bias_init, (hidden,), rngs, bias_metadata) if use_bias else nnx.data(None)
         self.b_out = _param(self, bias_init, (out,), rngs, bias_metadata) if use_bias else nnx.data(None)
         self.recipe, self.out_recipe, self.sr = recipe, out_recipe, _stream(rngs)
+        _add_states(self)
 
     def __call__(self, inputs, *, key=None):
         scale, norm_bias, w_in, w_out, b_in, b_out = _values(
@@ -290,7 +318,8 @@ class LayerNormMLP(nnx.Module):
         with _placed(self):
             if key is None and drawing_recipe("LayerNormMLP", self.recipe, self.out_recipe) is not None:
                 key = _draw(self.sr)
-            return layernorm_mlp(x, scale, norm_bias, w_in, w_out, b_in=b_in, b_out=b_out, **settings, key=key)
+            settings |= dict(key=key, state=_states(self))
+            return layernorm_mlp(x, scale, norm_bias, w_in, w_out, b_in=b_in, b_out=b_out, **settings)
 
 
 def _widened_kernel(operands, *, dtype=None):
@@ -316,6 +345,8 @@ class MoE(nnx.Module):
     """
 
     place: Place | None = None
+    state_in: Any = None
+    state_out: Any = None
 
     def __init__(
         self,
@@ -368,7 +399,7 @@ class MoE(nnx.Module):
         self.w_out = param(out_kernel_init, (num_experts, features, out), kernel_metadata)
         self.b_in = param(bias_init, (num_experts, hidden), bias_metadata) if use_bias else nnx.data(None)
         self.b_out = param(bias_init, (num_experts, out), bias_metadata) if use_bias else nnx.data(None)
-        self.top_k, self.activation, self.dtype = top_k, activation, dtype
+        self.num_experts, self.top_k, self.activation, self.dtype = num_experts, top_k, activation, dtype
         self.score, self.normalize, self.expert_groups, self.top_expert_groups, self.scale = (
             score,
             normalize,
@@ -377,6 +408,7 @@ class MoE(nnx.Module):
             scale,
         )
         self.recipe, self.out_recipe, self.sr = recipe, out_recipe, _stream(rngs)
+        _add_states(self)
 
     def __call__(self, inputs, *, selection_bias=None, key=None):
         w_in, w_out, b_in, b_out = (
@@ -388,7 +420,7 @@ class MoE(nnx.Module):
         with _placed(self):
             if key is None and drawing_recipe("MoE", self.recipe, self.out_recipe) is not None:
                 key = _draw(self.sr)
-            return layer_moe(self, x, logits, w_in, w_out, b_in, b_out, key, selection_bias)
+            return layer_moe(self, x, logits, w_in, w_out, b_in, b_out, key, _states(self), selection_bias)
 
 
 def _product(layer: Any, recipe: Recipe, inputs, axis, batch_axis, out_sharding, key):
@@ -397,7 +429,8 @@ def _product(layer: Any, recipe: Recipe, inputs, axis, batch_axis, out_sharding,
     promoted = layer.promote_dtype(operands, dtype=layer.dtype)
     if key is None and draws(recipe):
         key = _draw(layer.sr)
-    return layer_product(layer, operands, promoted, promote_dtype, axis, batch_axis, key=key)
+    how = dict(key=key, state=_state(layer, recipe))
+    return layer_product(layer, operands, promoted, promote_dtype, axis, batch_axis, **how)
 
 
 # --- models of Flax's own layers ---
@@ -501,7 +534,42 @@ def _install(layer: Any, place: Place, rngs: nnx.Rngs | None) -> None:
     own = layer.recipe is not None and (earlier is None or layer.recipe != earlier[1])
     if not own:
         layer.recipe = None if place.rule is None else place.rule[1]
+        _add_states(layer)
     layer.place = place
+
+
+def _add_states(layer: Any) -> None:
+    """Give a layer new states where its recipes have any, and take away others."""
+    count = getattr(layer, "num_groups", None) or getattr(layer, "num_experts", None)
+    for name, recipe in _recipes_by_state(layer).items():
+        if isinstance(recipe, DelayedScaling):
+            setattr(layer, name, DelayedState(delayed.init(recipe, () if count is None else (count,))))
+        elif getattr(layer, name) is not None:
+            setattr(layer, name, nnx.data(None))
+
+
+def _recipes_by_state(layer: Any) -> dict[str, RecipeChoice | None]:
+    if hasattr(layer, "state"):
+        return {"state": layer.recipe}
+    return {"state_in": layer.recipe, "state_out": recipe_of_second(layer.recipe, layer.out_recipe)}
+
+
+def _state(layer: Any, recipe: Recipe | None, name: str = "state"):
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    variable = getattr(layer, name)
+    if variable is None:
+        op, why = type(layer).__name__, "DelayedScaling quantizes with the scales that it holds"
+        fix = f"{op}(..., recipe=recipe) or quantize_model, which make one; autocast does not"
+        raise ValueError(message(op, name, "None", "a DelayedState", why, fix))
+    return variable.get_value()
+
+
+def _states(layer: Any) -> States:
+    """Of the two products of an MLP."""
+    op = type(layer).__name__
+    first, second = resolve(op, layer.recipe), resolve(op, recipe_of_second(layer.recipe, layer.out_recipe))
+    return _state(layer, first, "state_in"), _state(layer, second, "state_out")
 
 
 def _param(layer: Any, init, shape: tuple[int, ...], rngs: nnx.Rngs, metadata) -> nnx.Param:

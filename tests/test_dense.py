@@ -425,7 +425,7 @@ def test_frozen_kernel_errors():
 
 # --- bad input ---
 
-FOREIGN = dataclasses.replace(fp4.quantize(jnp.ones((32, 8)), axis=0), format="mxfp8")
+FOREIGN = dataclasses.replace(fp4.quantize(jnp.ones((32, 8)), axis=0), format="nf4")
 
 
 def test_missing_key_is_an_error_only_when_differentiated():
@@ -452,7 +452,7 @@ def test_missing_key_is_an_error_only_when_differentiated():
         ((jnp.ones((4, 32), jnp.complex64), jnp.ones((32, 8))), {}, TypeError, "x is an array of complex64"),
         ((jnp.ones((4, 32)), jnp.ones((32, 8), jnp.int8)), {}, TypeError, "kernel is an array of int8"),
         (([[1.0]], jnp.ones((1, 8))), {}, TypeError, "x is a list"),
-        ((jnp.ones((4, 32)), FOREIGN), {}, ValueError, "kernel.format is 'mxfp8'"),
+        ((jnp.ones((4, 32)), FOREIGN), {}, ValueError, "kernel.format is 'nf4'"),
         ((jnp.ones((4, 32)), jnp.ones((32, 8)), jnp.ones(4)), {}, ValueError, r"bias is of shape \(4,\); needs \(8,\)"),
         ((jnp.ones((4, 32)), jnp.ones((32, 8))), dict(recipe="nvfp4"), TypeError, "recipe is 'nvfp4'"),
         ((jnp.ones((4, 32)), jnp.ones((32, 8))), dict(recipe=fp4.NVFP4BlockScaling), TypeError, "recipe is the class"),

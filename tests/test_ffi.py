@@ -90,9 +90,10 @@ def test_dequantize_refuses_more_than_the_codes_hold():
 
 @pytest.mark.core
 def test_every_target_is_registered_under_the_name_of_its_op():
-    from jax_fp4 import _cpu, _ops
+    from jax_fp4 import _cpu, _float8, _ops
 
-    assert set(_cpu.registrations()) == {f"jax_fp4_{op}" for op in _ops._FUNCTIONS}
+    float8 = {f"jax_fp4_{op}_float8" for op in _float8._FUNCTIONS}
+    assert set(_cpu.registrations()) == {f"jax_fp4_{op}" for op in _ops._FUNCTIONS} | float8
     assert _cpu.isa() in ("baseline", "avx2", "avx512")
 
 

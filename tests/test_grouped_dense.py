@@ -367,7 +367,7 @@ def shape(**kwargs):
         (dict(kernel=FROZEN["pair"](W)[::-1]), ValueError, "kernel is Quant.*needs axis=-1"),
         (dict(kernel=(FROZEN["pair"](W[:, :8])[0], QW)), ValueError, r"kernel is a pair of shapes \(4, 8, 10\) and"),
         (dict(kernel=(QW,)), TypeError, r"kernel is a tuple; needs the pair \(blocked along n, blocked along k\)"),
-        (dict(kernel=dataclasses.replace(QW, format="mxfp8")), ValueError, "kernel.format is 'mxfp8'"),
+        (dict(kernel=dataclasses.replace(QW, format="nf4")), ValueError, "kernel.format is 'nf4'"),
         (dict(bias=B[0]), ValueError, r"bias is of shape \(10,\); needs \(4, 10\)"),
         (dict(bias=B[1:]), ValueError, r"bias is of shape \(3, 10\); needs \(4, 10\)"),
         (dict(bias=B.astype(int)), TypeError, "bias is an array of int32"),

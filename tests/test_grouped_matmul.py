@@ -271,7 +271,7 @@ CHANGED = jax.jit(lambda s: RUN(QX, QW, s))  # other values may hide in a traced
         (lambda: RUN(TRANSFORMED.mT, COLUMNS, SIZES), ValueError, "hadamard is True of lhs and False of rhs"),
         (lambda: RUN(TRANSFORMED.mT, DY, SIZES), ValueError, "both or neither"),
         (lambda: RUN(X.T, TRANSFORMED, SIZES), ValueError, "both or neither"),
-        (lambda: RUN(dataclasses.replace(QX, format="mxfp8"), W, SIZES), ValueError, "lhs.format is 'mxfp8'"),
+        (lambda: RUN(dataclasses.replace(QX, format="nf4"), W, SIZES), ValueError, "lhs.format is 'nf4'"),
     ],
 )  # fmt: skip
 def test_bad_input(call, error, says):

@@ -13,7 +13,7 @@ from required import missing
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "xla_ffi" / "cpu"
-FUZZ = ROOT / "tests" / "cpp" / "fuzz_kernels.cc"
+PROGRAMS = ("fuzz_kernels", "fuzz_float8")  # in tests/cpp
 # The flags of xla_ffi/CMakeLists.txt that decide bits; -O1 keeps the build short.
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 FLAGS = ["-std=c++17", "-O1", "-g", *WARNINGS, "-ffp-contract=off", "-fno-fast-math", "-pthread"]
@@ -48,24 +48,25 @@ def kernels(isa: str) -> list:
 
 
 @pytest.fixture(scope="module")
-def fuzz_kernels(compiler, tmp_path_factory) -> Path:
+def programs(compiler, tmp_path_factory) -> Path:
+    """The folder that holds them."""
     folder = tmp_path_factory.mktemp("cpp")
-    sources = [
-        *map(kernels, ISAS),
-        *(["-c", source] for source in (FUZZ, KERNELS / "dispatch.cc", KERNELS / "quantize.cc")),
-    ]
+    mains = [ROOT / "tests" / "cpp" / f"{name}.cc" for name in PROGRAMS]
+    common = [*map(kernels, ISAS), *(["-c", KERNELS / f"{name}.cc"] for name in ("dispatch", "quantize", "float8"))]
+    sources = [*common, *(["-c", main] for main in mains)]
     objects = [folder / f"{i}.o" for i in range(len(sources))]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda source, obj: run(compiler, *FLAGS, *SANITIZERS, *source, "-o", obj), sources, objects))
-    program = folder / "fuzz_kernels"
-    run(compiler, *FLAGS, *SANITIZERS, *objects, "-o", program)
-    return program
+    for name, main in zip(PROGRAMS, objects[len(common) :], strict=True):
+        run(compiler, *FLAGS, *SANITIZERS, *objects[: len(common)], main, "-o", folder / name)
+    return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_kernels_agree_and_stay_inside_their_buffers(fuzz_kernels, seed):
-    assert run(fuzz_kernels, 500, seed).startswith("fuzz_kernels: 500 cases on ")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_kernels_agree_and_stay_inside_their_buffers(programs, program, seed):
+    assert run(programs / program, 500, seed).startswith(f"{program}: 500 cases on ")
 
 
 def test_the_instruction_sets_are_those_that_cmake_builds():

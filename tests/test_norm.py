@@ -351,23 +351,30 @@ def test_a_missing_key_and_strict_name_the_function(op, arrays):
 
 @pytest.mark.core
 def test_delayed_scaling_has_its_state_or_is_refused():
-    """The states after a step are those of `dense` on the normalized output. The two products of an MLP have none."""
+    """The state after a step is that of `dense` on the normalized output, and the MLP's are those of its parts."""
     delayed = fp4.DelayedScaling()
     state = fp4.delayed.init(delayed)
 
-    def step(layer, x):
-        return jax.jit(jax.grad(lambda state: jnp.sum(layer(x, state=state, recipe=delayed) * DY)))(state)
+    def step(layer, state, arrays):
+        """The new state, where the arrays are differentiated too."""
+        loss = lambda state, arrays: jnp.sum(layer(**arrays, recipe=delayed, state=state) * DY)  # noqa: E731
+        return in_numpy(jax.jit(jax.grad(loss, (0, 1))))(state, arrays)[0]
 
-    norm = flax_norm(X, SCALE, NORM_BIAS)
-    got = step(lambda x, **how: fp4.layernorm_dense(x, SCALE, NORM_BIAS, KERNEL, BIAS, **how), X)
-    want = step(lambda x, **how: fp4.dense(x, KERNEL, BIAS, **how), norm)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+    def dense_after_norm(x, scale, norm_bias, kernel, bias, **how):
+        return fp4.dense(flax_norm(x, scale, norm_bias), kernel, bias, **how)
+
+    def parts(x, scale, norm_bias, w_in, w_out, b_in, b_out, recipe, state):
+        h = fp4.layernorm_dense(x, scale, norm_bias, w_in, b_in, recipe=recipe, state=state[0])
+        return fp4.dense(fp4.Activation("swiglu")(h), w_out, b_out, recipe=recipe, state=state[1])
+
+    pair = state, fp4.delayed.init(delayed)
+    for layer, written, before, arrays in (
+        (fp4.layernorm_dense, dense_after_norm, state, DENSE),
+        (fp4.layernorm_mlp, parts, pair, MLP),
+    ):
+        new = step(layer, before, arrays)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), new, step(written, before, arrays))
+        for one in new if isinstance(new, tuple) else (new,):
+            assert all(operand.history[-1] > 0 for operand in (one.x, one.kernel, one.dy))
     refused(lambda: fp4.layernorm_dense(**DENSE, recipe=delayed), ValueError, "layernorm_dense: state is None")
-    for argument in ("recipe", "out_recipe"):
-        says = f"layernorm_mlp: {argument} is DelayedScaling"
-        refused(partial(fp4.layernorm_mlp, **MLP, **{argument: delayed}), fp4.UnsupportedError, says)
-    groups = dict(w_in=W_IN[None], w_out=W_OUT[None], group_sizes=jnp.int32([M]))
-    refused(
-        lambda: fp4.grouped_mlp(X, **groups, recipe=delayed), fp4.UnsupportedError, "grouped_mlp: recipe is Delayed"
-    )
+    refused(lambda: fp4.layernorm_mlp(**MLP, out_recipe=delayed), ValueError, r"layernorm_mlp: state\[1\] is None")

@@ -126,6 +126,8 @@ def test_the_report_names_the_layers():
     module = linen.LayerNormDense(N, recipe=recipe("default"))  # evaluated, it needs no key; nor does its report
     (row,) = fp4.report(module.apply, module.init(KEY, X), X).rows
     assert row.op == "layernorm_dense" and row.residual_bytes > 0
+    module = linen.LayerNormMLP(F, recipe=recipe("default"))
+    assert fp4.report(module.apply, module.init(KEY, X), X).rows[0].residual_bytes > 0
 
 
 # --- rules ---

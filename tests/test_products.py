@@ -116,7 +116,7 @@ def test_tensor_scales_are_applied_one_after_the_other():
 
 ONES = jnp.ones((16, 32))
 MIXED = fp4.quantize(ONES, axis=0, hadamard=True).mT
-FOREIGN = dataclasses.replace(fp4.quantize(ONES), format="mxfp8")
+FOREIGN = dataclasses.replace(fp4.quantize(ONES), format="nf4")
 GROUPED = fp4.quantize(ONES, group_sizes=jnp.int32([3, 5]))
 
 
@@ -130,7 +130,7 @@ GROUPED = fp4.quantize(ONES, group_sizes=jnp.int32([3, 5]))
         (lambda: fp4.matmul(ONES.astype(int), ONES), TypeError, "lhs is an array of int32"),
         (lambda: fp4.matmul(ONES.T, fp4.quantize(ONES, axis=0, hadamard=True)), ValueError, "both or neither"),
         (lambda: fp4.matmul(MIXED, ONES), ValueError, "both or neither"),
-        (lambda: fp4.matmul(FOREIGN, ONES.T), ValueError, "lhs.format is 'mxfp8'"),
+        (lambda: fp4.matmul(FOREIGN, ONES.T), ValueError, "lhs.format is 'nf4'"),
         (lambda: fp4.matmul(ONES, ONES.T, preferred_element_type=jnp.int8), TypeError, "element_type is int8"),
         (lambda: fp4.matmul(ONES[0], ONES), ValueError, "two axes"),
         (lambda: fp4.matmul(GROUPED, ONES.T), ValueError, "lhs is grouped; needs one tensor .* Try grouped_matmul"),

@@ -5,21 +5,10 @@
 namespace jax_fp4 {
 namespace {
 
-int64_t product(ffi::Span<const int64_t> extents) {
-  int64_t result = 1;
-  for (const int64_t extent : extents) result *= extent;
-  return result;
-}
-
 std::string shape_text(const int64_t* dimensions, size_t rank) {
   std::string text = "[";
   for (size_t i = 0; i < rank; ++i) text += (i == 0 ? "" : ",") + std::to_string(dimensions[i]);
   return text + "]";
-}
-
-int64_t last_extent(const ffi::AnyBuffer& buffer) {
-  const auto dimensions = buffer.dimensions();
-  return dimensions.size() == 0 ? 0 : dimensions[dimensions.size() - 1];
 }
 
 // numerics.md 1.4, 1.6 and 1.8: what is not defined is refused here too.
@@ -33,6 +22,17 @@ void refuse_exclusions(Checks& checks, const QuantizeAttributes& a, bool stochas
 }
 
 }  // namespace
+
+int64_t product(ffi::Span<const int64_t> extents) {
+  int64_t result = 1;
+  for (const int64_t extent : extents) result *= extent;
+  return result;
+}
+
+int64_t last_extent(const ffi::AnyBuffer& buffer) {
+  const auto dimensions = buffer.dimensions();
+  return dimensions.size() == 0 ? 0 : dimensions[dimensions.size() - 1];
+}
 
 ffi::Error Checks::error() const { return ffi::Error::InvalidArgument(text_); }
 

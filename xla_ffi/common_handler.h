@@ -38,6 +38,11 @@ class Checks {
   std::string text_;
 };
 
+int64_t product(ffi::Span<const int64_t> extents);
+
+// The extent of the last dimension; 0 of a scalar.
+int64_t last_extent(const ffi::AnyBuffer& buffer);
+
 // The attributes of quantize_transpose, as they arrive.
 struct QuantizeAttributes {
   int32_t tile;

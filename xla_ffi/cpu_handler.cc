@@ -6,7 +6,6 @@
 #include "kernels/nvfp4.h"
 
 namespace jax_fp4 {
-namespace {
 
 // -0.0 and every NaN may come, and bits decide: a thread of XLA takes denormals for zeros.
 void require_not_negative(Checks& checks, const std::string& name, const float* values,
@@ -21,8 +20,6 @@ void require_not_negative(Checks& checks, const std::string& name, const float* 
                      " has a negative element; needs values >= 0 because it is an absolute "
                      "maximum. Try jnp.abs(amax).");
 }
-
-}  // namespace
 
 QuantizeCall cpu_call(const QuantizeOperands& o, const QuantizeAttributes& a) {
   QuantizeCall call = {};
@@ -62,14 +59,18 @@ void add_form(Checks& checks, QuantizeCall& call, const FormBuffers& from, bool 
   (along_k ? call.given_row_amax : call.given_column_amax) = from.given_amax;
 }
 
+ffi::Error no_memory_for_groups(const char* op) {
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                    std::string(op) + ": no memory for the table of groups");
+}
+
 ffi::Error run_quantize(const char* op, ffi::ThreadPool pool, const QuantizeCall& call) {
   try {
     PoolExecutor<ffi::ThreadPool> executor(pool);
     quantize(kernels(), executor, call);
     return ffi::Error::Success();
   } catch (const std::bad_alloc&) {
-    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                      std::string(op) + ": no memory for the table of groups");
+    return no_memory_for_groups(op);
   }
 }
 

@@ -14,6 +14,12 @@ QuantizeCall cpu_call(const QuantizeOperands& operands, const QuantizeAttributes
 void add_form(Checks& checks, QuantizeCall& call, const FormBuffers& form, bool along_k,
               const char* suffix);
 
+// Complains if one of the values of a given amax is below zero.
+void require_not_negative(Checks& checks, const std::string& name, const float* values,
+                          int64_t count);
+
+ffi::Error no_memory_for_groups(const char* op);
+
 // quantize() for a handler, which no exception may leave: memory for the groups may run out.
 ffi::Error run_quantize(const char* op, ffi::ThreadPool pool, const QuantizeCall& call);
 

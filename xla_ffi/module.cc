@@ -9,10 +9,13 @@
 
 namespace nb = nanobind;
 
-extern "C" {  // each in the *_handler.cc of its name
+extern "C" {  // each in the *_handler.cc of its name, those of the 8-bit formats in one
 XLA_FFI_Error* jax_fp4_quantize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_quantize_transpose(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_dequantize(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jax_fp4_quantize_float8(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jax_fp4_quantize_transpose_float8(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jax_fp4_dequantize_float8(XLA_FFI_CallFrame* frame);
 }
 
 namespace {
@@ -26,6 +29,9 @@ nb::dict registrations() {
   targets["jax_fp4_quantize"] = capsule(&jax_fp4_quantize);
   targets["jax_fp4_quantize_transpose"] = capsule(&jax_fp4_quantize_transpose);
   targets["jax_fp4_dequantize"] = capsule(&jax_fp4_dequantize);
+  targets["jax_fp4_quantize_float8"] = capsule(&jax_fp4_quantize_float8);
+  targets["jax_fp4_quantize_transpose_float8"] = capsule(&jax_fp4_quantize_transpose_float8);
+  targets["jax_fp4_dequantize_float8"] = capsule(&jax_fp4_dequantize_float8);
   return targets;
 }
 

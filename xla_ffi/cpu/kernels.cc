@@ -6,6 +6,7 @@
 
 #include "amax_kernel.h"
 #include "dequantize_kernel.h"
+#include "float8_kernel.h"
 #include "quantize_kernel.h"
 
 #define JAX_FP4_STRING_(name) #name
@@ -18,7 +19,14 @@ namespace jax_fp4 {
 extern const Kernels JAX_FP4_TABLE(JAX_FP4_ISA);
 
 const Kernels JAX_FP4_TABLE(JAX_FP4_ISA) = {
-    JAX_FP4_STRING(JAX_FP4_ISA), &quantize, &amax, &column_amax, &hadamard_amax, &dequantize,
+    JAX_FP4_STRING(JAX_FP4_ISA),
+    &quantize,
+    &amax,
+    &column_amax,
+    &hadamard_amax,
+    &dequantize,
+    &quantize_float8,
+    &dequantize_float8,
 };
 
 }  // namespace jax_fp4

@@ -40,12 +40,52 @@ struct QuantizeProblem {
   StoredForm column;            // blocks along m, stored transposed
 };
 
+// One stored form in an 8-bit format: codes [rows, extent], and scale, of so many blocks a row:
+// E8M0 bytes [rows, blocks], or inverse scales, float32, [rows / tile, blocks] or one for all.
+struct Float8Form {
+  bool wanted;
+  int64_t rows, extent, blocks;
+  uint8_t* codes;
+  void* scale;
+};
+
+// One matrix x [m, k], dense, in an 8-bit format.
+struct Float8Problem {
+  const void* x;
+  DType x_dtype;
+  DType compute;  // x is rounded to it first
+  int64_t m, k;
+  Float8Scaling scaling;
+  Float8Codes codes;
+  int32_t tile;  // rows that share a scale: 1, or as many as a block is long
+  bool power_of_two;
+  float eps;
+  float tensor_scale;  // what x is multiplied by under Float8Scaling::kTensor
+  Float8Form row;      // blocks along k
+  Float8Form column;   // blocks along m, stored transposed
+};
+
+// codes [batch, rows, padded] and scale, as above for each batch entry -> out [batch, rows,
+// extent].
+struct Float8DequantizeProblem {
+  const uint8_t* codes;
+  const void* scale;
+  Float8Scaling scaling;
+  Float8Codes code_type;
+  int32_t tile;
+  int64_t batch, rows, padded, extent;  // extent <= padded
+  void* out;
+  DType out_dtype;
+};
+
 // Work is cut into items that may run in any order and on any thread: every output byte belongs to
 // one item.
 constexpr int64_t kItemBlocks = 2048;  // blocks of an item of the row-wise form alone
 constexpr int64_t kItemRows = 128;     // rows and columns of x in any other item: a column's codes
 constexpr int64_t kItemColumns = 256;  // are then one cache line
 constexpr int64_t kFlatElements = 1 << 16;
+constexpr int64_t kFloat8Piece = 128;  // rows and columns of x in an item of an 8-bit format: whole
+                                       // blocks and tiles of each, and two cache lines of codes
 
 // The row-wise form alone needs no tiles of x: its items are runs of kItemBlocks blocks in memory
 // order. All other items are kItemRows x kItemColumns pieces of x, row after row of pieces.
@@ -65,6 +105,10 @@ struct Kernels {
                             int64_t columns);
   // Rows [begin, end) of batch * rows.
   void (*dequantize)(const DequantizeProblem& problem, int64_t begin, int64_t end);
+  // Pieces [begin, end) of one matrix, row after row of pieces: its stored forms.
+  void (*quantize_float8)(const Float8Problem& problem, int64_t begin, int64_t end);
+  // Rows [begin, end) of batch * rows.
+  void (*dequantize_float8)(const Float8DequantizeProblem& problem, int64_t begin, int64_t end);
 };
 
 }  // namespace jax_fp4

@@ -4,6 +4,7 @@
 
 #include "kernels.h"
 #include "parallel.h"
+#include "parts.h"
 
 namespace jax_fp4 {
 
@@ -31,6 +32,12 @@ int64_t amax_count(const QuantizeCall& call, bool row_wise);
 
 // May throw std::bad_alloc, before anything is written; never without groups.
 void quantize(const Kernels& kernels, Executor& executor, const QuantizeCall& call);
+
+// What the formats share: bits of the maximum |x|, rounded to `compute`, of each part of x
+// [batch, m, k], in the order of their numbers; and amaxes with every NaN as kNanBits.
+void tensor_amaxes(const Kernels& kernels, Executor& executor, Parts& parts, const void* x,
+                   DType dtype, DType compute, int64_t m, int64_t k, float* amax);
+void store_amax(float* amax, int64_t count);
 
 void dequantize(const Kernels& kernels, Executor& executor, const DequantizeProblem& problem);
 

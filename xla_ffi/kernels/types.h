@@ -26,6 +26,11 @@ enum class Activation : int32_t {
 };
 constexpr Activation kLastGated = Activation::kSituGlu;
 
+// The 8-bit formats: an E8M0 scale for 32 elements (MXFP8), or a float32 scale for 128 elements, or
+// for a whole matrix; and what their codes are.
+enum class Float8Scaling : int32_t { kMxfp8 = 0, kBlock = 1, kTensor = 2 };
+enum class Float8Codes : int32_t { kE4M3 = 0, kE5M2 = 1 };
+
 // codes [batch, rows, blocks * 8], block_scale [batch, rows, blocks] -> out [batch, rows, extent].
 struct DequantizeProblem {
   const uint8_t* codes;
