@@ -1,10 +1,11 @@
-"""A byte-level mixture-of-experts language model, trained in bfloat16 or in NVFP4 with a chosen backward mode.
+"""A byte-level mixture-of-experts language model, trained in bfloat16 or under a recipe and backward mode of choice.
 
     python examples/train_lm.py                                          NVFP4, backward mode "default"
-    python examples/train_lm.py --recipe nvfp4 --backward-mode dequant
+    python examples/train_lm.py --recipe mxfp8 --backward-mode dequant
+    python examples/train_lm.py --recipe float8-delayed                  with a state that every step updates
     python examples/train_lm.py --experts 1                              dense: as many active parameters a token
     python examples/train_lm.py --rules rules.txt                        a recipe for each layer, by its path
-    python examples/train_lm.py --compare                                bfloat16 and the three modes, side by side
+    python examples/train_lm.py --compare                                bfloat16, NVFP4 in three modes, and a mix
 
 The text is Python's own help (`pydoc_data.topics`), so nothing is downloaded. What makes this an NVFP4 training is the
 class of the layers and their `recipe`; parameters, optimizer and train step are those of any Flax model. A file of
@@ -35,6 +36,13 @@ import jax_fp4 as fp4
 from jax_fp4 import linen as fp4_linen
 
 MODES = ("default", "unquant", "dequant")
+RECIPES = {
+    "nvfp4": fp4.NVFP4BlockScaling,
+    "mxfp8": fp4.MXFP8BlockScaling,
+    "float8-current": fp4.Float8CurrentScaling,
+    "float8-block": fp4.Float8BlockScaling,
+    "float8-delayed": fp4.DelayedScaling,
+}
 BALANCE = 0.01  # weight of the load-balancing loss, as in Switch Transformer
 
 
@@ -144,6 +152,7 @@ def loss_of(model: LanguageModel, params: Any, text: jax.Array, key: jax.Array) 
 
 class State(NamedTuple):
     params: Any  # float32 master weights
+    scaling: Any  # the states of delayed scaling; without it, nothing
     optimizer: Any
     step: jax.Array
 
@@ -162,9 +171,11 @@ def make_step(model: LanguageModel, optimizer: optax.GradientTransformation, see
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: State, text: jax.Array) -> tuple[State, jax.Array]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        gradients, loss = jax.grad(lambda params: loss_of(model, params, text, key), has_aux=True)(state.params)
+        both = jax.grad(lambda params, scaling: loss_of(model, params | scaling, text, key), (0, 1), has_aux=True)
+        (gradients, scaling), loss = both(state.params, state.scaling)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-        return State(optax.apply_updates(state.params, updates), optimizer_state, state.step + 1), loss
+        params, scaling = optax.apply_updates(state.params, updates), fp4.delayed.update(state.scaling, scaling)
+        return State(params, scaling, optimizer_state, state.step + 1), loss
 
     return step
 
@@ -177,7 +188,7 @@ def batches(text: np.ndarray, args: argparse.Namespace):
         yield text[starts[:, None] + np.arange(args.context + 1)]
 
 
-def held_out_loss(model: LanguageModel, params: Any, text: np.ndarray, args: argparse.Namespace) -> float:
+def held_out_loss(model: LanguageModel, variables: Any, text: np.ndarray, args: argparse.Namespace) -> float:
     """Nats a byte over windows that overlap by half. The second half of each counts: every byte has a long context.
 
     The last few windows, which do not fill a batch, are left out.
@@ -186,27 +197,27 @@ def held_out_loss(model: LanguageModel, params: Any, text: np.ndarray, args: arg
     starts = np.arange(0, len(text) - args.context, half)
 
     @jax.jit
-    def loss(params, windows):
-        logits, _ = apply(model, params, windows[:, :-1])
+    def loss(variables, windows):
+        logits, _ = apply(model, variables, windows[:, :-1])
         return cross_entropy(logits[:, half:], windows[:, half + 1 :])
 
     count = max(1, len(starts) // args.batch)
     crops = starts[: count * args.batch].reshape(count, -1, 1) + np.arange(args.context + 1)
-    return float(np.mean([loss(params, text[crop]) for crop in crops]))
+    return float(np.mean([loss(variables, text[crop]) for crop in crops]))
 
 
-def residual_bytes(model: LanguageModel, params: Any, text: np.ndarray) -> int:
+def residual_bytes(model: LanguageModel, variables: Any, text: np.ndarray) -> int:
     """Bytes that the forward of one loss keeps for its backward: the leaves of `jax.vjp`'s result.
 
     Leaves that are the parameters themselves take no memory of their own and are not counted; copies of them (a weight
     cast to bfloat16, a quantized weight) are.
     """
 
-    def residuals(params):
+    def residuals(variables):
         key = jax.random.key(0)
-        return jax.tree.leaves(jax.vjp(lambda p: loss_of(model, p, jnp.asarray(text), key)[0], params)[1])
+        return jax.tree.leaves(jax.vjp(lambda v: loss_of(model, v, jnp.asarray(text), key)[0], variables)[1])
 
-    jaxpr = jax.make_jaxpr(residuals)(params).jaxpr
+    jaxpr = jax.make_jaxpr(residuals)(variables).jaxpr
     kept = {v for v in jaxpr.outvars if isinstance(v, Var)} - set(jaxpr.invars)  # a constant is not kept
     avals: list[Any] = [v.aval for v in kept]
     return sum(aval.size * aval.dtype.itemsize for aval in avals)
@@ -225,9 +236,11 @@ def train(name: str, recipe: Any, text: byte_models.Text, args: argparse.Namespa
     begin = time.perf_counter()
     model = LanguageModel(args.layers, args.width, args.heads, args.experts, args.top_k, recipe)
     optimizer = make_optimizer(args)
-    params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.uint8))
-    state = State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
-    kept = residual_bytes(model, params, next(batches(text.train, args)))
+    variables = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.uint8))
+    scaling = {name: variables[name] for name in variables if name == fp4_linen.STATES}
+    params = {"params": variables["params"]}
+    state = State(params, scaling, optimizer.init(params), jnp.zeros((), jnp.int32))
+    kept = residual_bytes(model, variables, next(batches(text.train, args)))
 
     step = make_step(model, optimizer, args.seed)
     losses, start = [], 0.0
@@ -243,7 +256,7 @@ def train(name: str, recipe: Any, text: byte_models.Text, args: argparse.Namespa
                 bar.set_postfix_str(f"loss {shown:.3f}, {rate / 1e3:.1f}k tokens/s", refresh=False)
     losses = np.asarray(jnp.stack(losses))
     ms = 1e3 * (time.perf_counter() - start) / max(1, args.steps - 1)
-    held_out = held_out_loss(model, state.params, text.held_out, args)
+    held_out = held_out_loss(model, state.params | state.scaling, text.held_out, args)
     return Result(name, losses, held_out, kept, ms, time.perf_counter() - begin)
 
 
@@ -282,7 +295,7 @@ def plot(results: list[Result], orders: list[float], path: Path) -> None:
         axes.annotate(
             f"order-{order}\nbyte model", (1.01, loss), xycoords=("axes fraction", "data"), va="center", fontsize=8
         )
-    for result, color in zip(results, ("black", "#d1495b", "#00798c", "#edae49"), strict=False):
+    for result, color in zip(results, ("black", "#d1495b", "#00798c", "#edae49", "#7b4ea3"), strict=False):
         axes.plot(
             *smooth(result.losses, 20),
             color=color,
@@ -317,22 +330,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     parser = argparse.ArgumentParser(
-        description="Train a byte-level mixture-of-experts transformer in bfloat16 or NVFP4 on the English text that "
-        "ships with Python.",
+        description="Train a byte-level mixture-of-experts transformer in bfloat16, NVFP4 or FP8 on the English text "
+        "that ships with Python.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--recipe", choices=["bfloat16", "nvfp4"], default="nvfp4", help="numerics of the layers' products")
+    add(
+        "--recipe",
+        choices=["bfloat16", *RECIPES, "mixed"],
+        default="nvfp4",
+        help="numerics of the layers' products; mixed: row-scaled NVFP4, and MXFP8 in the backward",
+    )
     add(
         "--backward-mode",
         choices=MODES,
-        help='what the NVFP4 backward multiplies (unset: JAX_FP4_BACKWARD_MODE, else "default")',
+        help='what the backward multiplies (unset: JAX_FP4_BACKWARD_MODE, else "default")',
     )
     add("--rules", type=rules_file, help="a file of recipes by layer path; what no rule matches follows --recipe")
     add(
         "--compare",
         action="store_true",
-        help="train bfloat16 and all NVFP4 modes on the same batches from the same seed",
+        help="train bfloat16, all NVFP4 modes and mixed on the same batches from the same seed",
     )
     add("--steps", type=positive, default=150, help="optimizer steps")
     add("--layers", type=positive, default=2, help="decoder layers")
@@ -355,8 +373,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(
             "--compare trains one recipe in all layers, so --rules has no meaning beside it: leave one of them out"
         )
-    if args.recipe == "bfloat16" and args.backward_mode:
-        parser.error("--backward-mode belongs to --recipe nvfp4: bfloat16 has one backward only")
+    one_backward = ("bfloat16", "mixed", "float8-delayed")
+    if args.recipe in one_backward and args.backward_mode:
+        parser.error(f"--backward-mode has no meaning beside --recipe {args.recipe}, which has one backward only")
     if args.width % (2 * args.heads):
         parser.error(
             f"--width {args.width} needs to be a multiple of 2 x --heads = {2 * args.heads}: a head has an even width"
@@ -376,12 +395,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def runs(args: argparse.Namespace) -> dict[str, Any]:
     """Name and recipe of each training."""
+    mixed = fp4.CustomRecipe(
+        forward=fp4.NVFP4BlockScaling("default", row_scaled_activation=True),
+        dgrad=fp4.MXFP8BlockScaling("default"),
+        wgrad=fp4.MXFP8BlockScaling("default"),
+    )
     if args.compare:
-        return {"bfloat16": None} | {f"nvfp4 {mode}": fp4.NVFP4BlockScaling(backward_mode=mode) for mode in MODES}
-    if args.recipe == "bfloat16":
-        return {"bfloat16": None}
-    recipe = fp4.NVFP4BlockScaling(backward_mode=args.backward_mode)
-    return {f"nvfp4 {recipe.backward_mode}": recipe}
+        modes = {f"nvfp4 {mode}": fp4.NVFP4BlockScaling(backward_mode=mode) for mode in MODES}
+        return {"bfloat16": None} | modes | {"mixed": mixed}
+    if args.recipe in ("bfloat16", "mixed"):
+        return {args.recipe: mixed if args.recipe == "mixed" else None}
+    recipe = RECIPES[args.recipe](backward_mode=args.backward_mode)
+    return {f"{args.recipe} {recipe.backward_mode}": recipe}
 
 
 def train_by_rules(name: str, recipe: Any, text: byte_models.Text, args: argparse.Namespace) -> Result:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jax_fp4 import _float8, _groups, _ops, reference
 from jax_fp4._array import QuantizedTensor
-from jax_fp4._formats import BLOCK, FLOAT8_BLOCKS, FLOAT8_FORMATS, PACK
+from jax_fp4._formats import FLOAT8_FORMATS, PACK
 
 
 def scaling(q: QuantizedTensor) -> str:
@@ -25,7 +25,7 @@ def scaling(q: QuantizedTensor) -> str:
 
 def block_length(q: QuantizedTensor) -> int:
     """Elements along the blocked axis that share a scale; 1 where the whole tensor does."""
-    return BLOCK if scaling(q) == "nvfp4" else FLOAT8_BLOCKS.get(scaling(q), 1)
+    return 1 if q.block is None else q.block[1]
 
 
 def decode(q: QuantizedTensor, dtype) -> Float[Array, "..."]:

@@ -61,6 +61,12 @@ def check_groups(op: str, lhs, rhs, group_sizes) -> None:
             raise ValueError(message(op, name, repr(q), needs, why, fix))
         elif q.grouped:
             _check_same_sizes(op, name, q.group_sizes, group_sizes)
+    if not rows and isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
+        of_lhs, of_rhs = (1 if q.block is None else q.block[1] for q in (lhs, rhs))
+        if of_lhs != of_rhs:
+            why = f"each group begins at a block of its own, in lhs ({lhs.format}) at blocks of {of_lhs}"
+            shown = f"{rhs.format}, in blocks of {of_rhs} rows"
+            raise ValueError(message(op, "rhs", shown, f"blocks of {of_lhs}", why, "two operands of one format"))
 
 
 def _on_host(a) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import jax_fp4 as fp4
 from jax_fp4 import _record
 from jax_fp4._choosing import chosen_by, resolve
-from jax_fp4._recipe import BACKWARD_MODE_VARIABLE
+from jax_fp4._recipe import BACKWARD_MODE_VARIABLE, draws, mode_of, scaling_of
 
 R = fp4.NVFP4BlockScaling
 
@@ -114,6 +114,105 @@ def test_recipes_are_values():
     with pytest.raises(AttributeError):
         recipe.stochastic_rounding = False
     assert fp4.FourOverSix() == fp4.FourOverSix(256, "MAE")
+
+
+# --- the 8-bit recipes, and a recipe for each product ---
+
+FP8 = (fp4.MXFP8BlockScaling, fp4.Float8CurrentScaling, fp4.Float8BlockScaling, fp4.DelayedScaling)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("made", FP8)
+def test_fp8_recipes_are_values_and_refuse_e5m2(made, monkeypatch):
+    recipe = made()
+    assert pickle.loads(pickle.dumps(recipe)) == recipe == made("default") and hash(recipe) == hash(made("default"))
+    assert recipe.scaling("x").format == recipe.scaling("kernel").format
+    assert made(fp8_format="HYBRID").scaling("dy").format.endswith("_e5m2")
+    assert not made(fp8_format="E4M3").scaling("dy").format.endswith("_e5m2")
+    with pytest.raises(ValueError, match=r"fp8_format is 'E5M2'; needs one of .* because the forward needs E4M3"):
+        made(fp8_format="E5M2")
+    with pytest.raises(ValueError, match="backward_mode is 'exact'"):
+        made("exact")
+    monkeypatch.setenv(BACKWARD_MODE_VARIABLE, "dequant")
+    if made is fp4.DelayedScaling:
+        with pytest.raises(ValueError, match="JAX_FP4_BACKWARD_MODE is 'dequant'; needs 'default'"):
+            made()
+    else:
+        assert made().backward_mode == "dequant"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: fp4.MXFP8BlockScaling(two_dimensional_weights=1), "two_dimensional_weights is 1"),
+        (lambda: fp4.Float8CurrentScaling(power_of_two=0), "power_of_two is 0"),
+        (lambda: fp4.Float8CurrentScaling(eps=-1.0), "eps is -1.0; needs a finite number"),
+        (lambda: fp4.Float8CurrentScaling(eps=True), "eps is True"),
+        (lambda: fp4.Float8BlockScaling(eps=float("nan")), "eps is nan"),
+        (lambda: fp4.Float8BlockScaling(two_dimensional_weights=None), "two_dimensional_weights is None"),
+        (lambda: fp4.DelayedScaling("unquant"), "backward_mode is 'unquant'; needs 'default'"),
+        (lambda: fp4.DelayedScaling("dequant"), "Try Float8CurrentScaling"),
+        (lambda: fp4.DelayedScaling(amax_history_len=0), "amax_history_len is 0; needs a whole number, 1 to"),
+        (lambda: fp4.DelayedScaling(amax_history_len=1.0), "amax_history_len is 1.0"),
+        (lambda: fp4.DelayedScaling(margin=-1), "margin is -1"),
+        (lambda: fp4.DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo is 'mean'"),
+    ],
+)
+def test_bad_fp8_settings(make, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        make()
+    assert "; needs " in str(caught.value) and " Try " in str(caught.value)
+
+
+def test_custom_recipes():
+    nv, mx, high = R("dequant"), fp4.MXFP8BlockScaling("default"), fp4.HIGH_PRECISION
+    recipe = fp4.CustomRecipe(forward=nv, dgrad=mx, wgrad=nv)
+    assert [mode_of(recipe, product) for product in ("dgrad", "wgrad")] == ["default", "dequant"]
+    assert scaling_of(recipe, "forward", "x").format == "nvfp4" and scaling_of(recipe, "dgrad", "dy").format == "mxfp8"
+    assert scaling_of(recipe, "wgrad", "dy") is None  # dequant: dy is not quantized
+    assert fp4.CustomRecipe(mx) == fp4.CustomRecipe(mx, mx, mx) and hash(fp4.CustomRecipe(mx))
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert mode_of(fp4.CustomRecipe(mx, high, mx), "dgrad") == "unquant"
+    assert draws(fp4.CustomRecipe(mx, mx, R("default"))) and not draws(fp4.CustomRecipe(R("default"), mx, high))
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "says"),
+    [
+        ((R,), TypeError, "forward is the class NVFP4BlockScaling"),
+        (("mxfp8",), TypeError, "forward is 'mxfp8'"),
+        ((None,), TypeError, "forward is None; needs a recipe or HIGH_PRECISION"),
+        ((R("unquant"), fp4.CustomRecipe(R("unquant"))), TypeError, "dgrad is a CustomRecipe"),
+        ((fp4.DelayedScaling("default"),), TypeError, "forward is DelayedScaling; needs a recipe without a state"),
+        ((fp4.HIGH_PRECISION,) * 3, ValueError, "nothing is left to quantize"),
+        ((fp4.HIGH_PRECISION, R("dequant")), ValueError, "dgrad.backward_mode is 'dequant' beside forward=HIGH"),
+        ((R("dequant"), R("default"), R("default")), ValueError, "forward.backward_mode is 'dequant'"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_bad_custom_recipes(parts, error, says):
+    with pytest.raises(error, match=says) as caught:
+        fp4.CustomRecipe(*parts)
+    assert "; needs " in str(caught.value) and " Try " in str(caught.value)
+
+
+def test_a_file_names_every_recipe(tmp_path):
+    path = tmp_path / "rules.txt"
+    path.write_text(
+        "a = MXFP8BlockScaling(fp8_format='HYBRID')\n"
+        "b = Float8BlockScaling('unquant', eps=1e-3)\n"
+        "c = DelayedScaling('default', amax_history_len=16)\n"
+        "d = CustomRecipe(NVFP4BlockScaling('default'), dgrad=MXFP8BlockScaling('default'), wgrad=HIGH_PRECISION)\n"
+    )
+    assert [recipe for _, recipe in fp4.Rules.from_file(path).rules] == [
+        fp4.MXFP8BlockScaling(fp8_format="HYBRID"),
+        fp4.Float8BlockScaling("unquant", eps=1e-3),
+        fp4.DelayedScaling("default", amax_history_len=16),
+        fp4.CustomRecipe(R("default"), fp4.MXFP8BlockScaling("default"), fp4.HIGH_PRECISION),
+    ]
+    path.write_text("a = CustomRecipe(NVFP4BlockScaling(MXFP8BlockScaling()))\n")
+    with pytest.raises(ValueError, match=r"rules.txt, line 1 is .*it says: NVFP4BlockScaling: backward_mode"):
+        fp4.Rules.from_file(path)
 
 
 # --- rules ---

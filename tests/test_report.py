@@ -62,6 +62,70 @@ def test_calls_are_the_custom_calls_of_the_program(mode):
     assert sum(call.padding for call in report.calls) == (64 * 12 + 32 * 12 if mode == "default" else 0)
 
 
+NV, MX, HIGH = fp4.NVFP4BlockScaling, fp4.MXFP8BlockScaling("default"), fp4.HIGH_PRECISION
+NONE = "high precision x high precision"
+ROWS, FP8 = NV("default", row_scaled_activation=True), fp4.Float8CurrentScaling("default")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "products"),
+    [
+        (
+            fp4.MXFP8BlockScaling("default", fp8_format="HYBRID"),
+            ("mxfp8 x mxfp8", "mxfp8_e5m2 x mxfp8", "mxfp8 x mxfp8_e5m2"),
+        ),
+        (
+            fp4.Float8BlockScaling("dequant"),
+            ("float8_block x float8_block", "high precision x float8_block", "float8_block x high precision"),
+        ),
+        (
+            fp4.CustomRecipe(ROWS, MX, HIGH),
+            ("row-scaled nvfp4 x nvfp4", "mxfp8 x mxfp8", NONE),
+        ),
+        (
+            fp4.CustomRecipe(MX, NV("dequant"), FP8),
+            ("mxfp8 x mxfp8", "high precision x mxfp8", "float8 x float8_e5m2"),
+        ),
+        (fp4.CustomRecipe(HIGH, FP8, HIGH), (NONE, "float8_e5m2 x float8", NONE)),
+    ],
+)
+def test_operand_formats_of_every_recipe_are_those_of_the_program(recipe, products):
+    """D3: the report says it, and the traced program quantizes so."""
+    step = jax.grad(loss(recipe), (0, 1))
+    report = fp4.report(step, X, W)
+    (row,) = report.rows
+    assert (row.forward, row.dx, row.dw) == products
+    text = str(jax.make_jaxpr(step)(X, W))
+    ops = ("quantize", "quantize_transpose", "quantize_float8", "quantize_transpose_float8")
+    calls = {op: text.count(f"target_name=jax_fp4_{op}\n") for op in ops}
+    assert sum(calls.values()) == len(report.calls)
+    formats = {side.split()[-1] for product in products for side in product.split(" x ")} - {"precision"}
+    assert bool(calls["quantize"] + calls["quantize_transpose"]) == ("nvfp4" in formats)
+    assert bool(calls["quantize_float8"] + calls["quantize_transpose_float8"]) == bool(formats - {"nvfp4"})
+
+
+def test_padding_and_what_is_kept_of_each_layer():
+    """Of [32,64] @ [64,20]: without a gradient in the program too, since a report is read before training."""
+    rows = {mode: fp4.report(loss(fp4.NVFP4BlockScaling(mode)), X, W).rows[0] for mode in ("default", "unquant")}
+    assert rows["default"].padding == 64 * 12 + 32 * 12 and rows["unquant"].padding == 0
+    assert rows["unquant"].residual_bytes == X.nbytes + W.nbytes
+    packed = 64 * (32 // 2 + 32 // 16) + 64 * (32 // 2 + 32 // 16)  # x along rows, w along its 20 columns, as 32
+    assert rows["default"].residual_bytes == packed + 4 + 4 + 8  # two amaxes, a key
+    (row,) = fp4.report(loss(fp4.MXFP8BlockScaling("default")), X, W).rows
+    assert row.padding == 64 * 12 + 32 * 12 and row.residual_bytes == 64 * (32 + 1) + 64 * (32 + 1)
+    assert "XLA's dot" in row.implementation and row.implementation in str(
+        fp4.report(loss(fp4.MXFP8BlockScaling()), X, W)
+    )
+
+
+def test_an_mlp_has_a_row_for_each_product():
+    sizes, w_in, w_out = jnp.array([20, 12], jnp.int32), jnp.ones((2, 64, 32)), jnp.ones((2, 16, 64))
+    recipes = dict(recipe=fp4.MXFP8BlockScaling("default"), out_recipe=fp4.HIGH_PRECISION)
+    first, second = fp4.report(lambda x: fp4.grouped_mlp(x, w_in, w_out, sizes, **recipes), X).rows
+    assert (first.forward, second.forward) == ("mxfp8 x mxfp8", "high precision")
+    assert first.residual_bytes > 0 == second.residual_bytes
+
+
 def test_a_refusal_is_visible():
     """E14: a named implementation runs or raises; nothing catches."""
     with pytest.raises(fp4.UnsupportedError, match="implementation is 'cuda'"):
