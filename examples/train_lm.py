@@ -157,6 +157,12 @@ class State(NamedTuple):
     step: jax.Array
 
 
+def first_state(variables: Any, optimizer: optax.GradientTransformation) -> State:
+    scaling = {name: variables[name] for name in variables if name == fp4_linen.STATES}
+    params = {"params": variables["params"]}
+    return State(params, scaling, optimizer.init(params), jnp.zeros((), jnp.int32))
+
+
 def make_optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
     warmup = min(args.steps // 10, 100)
     schedule = optax.warmup_cosine_decay_schedule(
@@ -237,9 +243,7 @@ def train(name: str, recipe: Any, text: byte_models.Text, args: argparse.Namespa
     model = LanguageModel(args.layers, args.width, args.heads, args.experts, args.top_k, recipe)
     optimizer = make_optimizer(args)
     variables = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.uint8))
-    scaling = {name: variables[name] for name in variables if name == fp4_linen.STATES}
-    params = {"params": variables["params"]}
-    state = State(params, scaling, optimizer.init(params), jnp.zeros((), jnp.int32))
+    state = first_state(variables, optimizer)
     kept = residual_bytes(model, variables, next(batches(text.train, args)))
 
     step = make_step(model, optimizer, args.seed)

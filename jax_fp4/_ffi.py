@@ -1,6 +1,7 @@
 """The native handlers: loads the extensions, registers their targets, one typed wrapper for each.
 
-The only file that spells a target. The wrappers take what the functions of `reference` of the same name take.
+The only file that spells a target, and so longer than our files are. The wrappers take what the functions of the same
+name of `reference`, or (those that end in _float8) of `reference_fp8`, take.
 """
 
 import importlib.util

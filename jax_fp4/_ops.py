@@ -63,8 +63,9 @@ def quantize(
 
     axis: -1, blocks along k; 0, "column-wise": blocks along m of x [*batch, m, k], equal to quantizing the transpose.
     format: "nvfp4"; with E4M3 codes "mxfp8", "float8_block" (a float32 scale a block) or "float8" (one for the tensor),
-        each with E5M2 codes if "_e5m2" is added. For these the specification runs, on every platform, and of the
-        arguments below only block, group_sizes, batch_dims, dtype and the last four concern them, and amax "float8".
+        each with E5M2 codes if "_e5m2" is added. These have handlers for the CPU alone: on CUDA too their specification
+        runs, XLA's elementwise code. Of the arguments below only block, group_sizes, batch_dims, dtype and the last
+        four concern them, and amax "float8".
     block: what shares a scale: None or (1, 16), or (16, 16) for weights, a tile; 32 for mxfp8, 128 for float8_block.
     row_scaled: an amax for each stored row. hadamard (axis=0 only): transform groups of 16 rows first.
     key: a JAX key; rounds stochastically. None rounds to nearest, ties to even.
@@ -207,7 +208,7 @@ def dequantize(q: QuantizedTensor, dtype=None, *, implementation: Implementation
     """The values of q, an array of q.shape: code x block scale x tensor scale, one rounding to `dtype` (q.dtype).
 
     Raises ValueError for a tensor that was Hadamard-transformed: its values are not those of the tensor it came from.
-    Not differentiable.
+    Implementations are chosen as in `quantize`. Not differentiable.
     """
     op = "dequantize"
     check_quantized(op, "q", q)
@@ -260,16 +261,18 @@ def supported(op: str, platform: str) -> Support:
     The reason of a product says what multiplies. Its kernels are for Hopper (sm_90a), and all GPUs of the process must
     be; without any, the answer is that for a program lowered here to run on one. Where all are Blackwell's (10.x),
     jax.nn.scaled_matmul multiplies two quantized operands. In programs that XLA partitions its dots remain. The reason
-    says "untested" where the process has a GPU of a kind on which nothing here was run: any but Hopper's.
+    says "untested" where the process has a GPU of a kind on which nothing here was run: any but Hopper's. ok is for
+    NVFP4; the 8-bit formats have native handlers on the CPU alone, and on CUDA the reason says so.
     """
     check_choice("supported", "op", op, OPS, "these are the operations")
     if platform == "cpu":
         dot = "" if op in NATIVE else " with XLA's dot"
         return Support(True, f"native handlers, {_ffi.isa()}{dot}")
     if platform == "cuda" and not _ffi.cuda_missing:
-        products = "" if op in NATIVE else f"; {_products_on_cuda(op.startswith('grouped'))}"
+        native = "the 8-bit formats by XLA's elementwise code"
+        rest = native if op in NATIVE else _products_on_cuda(op.startswith("grouped"))
         untested = f"; untested on {gpu}" if (gpu := _ffi.other_gpu()) else ""
-        return Support(True, f"native kernels for {_ffi.cuda_archs()}{products}{untested}")
+        return Support(True, f"native kernels for {_ffi.cuda_archs()}; {rest}{untested}")
     why = _ffi.cuda_missing if platform == "cuda" else f"no kernel for {platform} in this version"
     return Support(False, f"{why}: the traceable reference runs, strict() refuses it")
 

@@ -24,6 +24,7 @@ rounds = load("rounds")
 grouped_cases = load("grouped_cases")
 grouped_matmul = load("grouped_matmul")
 moe_layer = load("moe_layer")
+recipes = load("recipes")
 
 
 def test_uneven_sizes_fill_the_rows():
@@ -32,6 +33,13 @@ def test_uneven_sizes_fill_the_rows():
         assert sizes.sum() == case.rows and len(sizes) == case.experts and sizes.min() >= 0
         assert (sizes.min() == 0) != case.even
         np.testing.assert_array_equal(sizes, grouped_cases.sizes_of(case))
+
+
+def test_what_recipes_cost(capsys):
+    recipes.main(["--tiny", "--rounds", "1"])
+    out = capsys.readouterr().out
+    assert all(out.count(f"\n{name} ") == 2 for name in recipes.recipes())
+    assert all(f"\n{name} " in out for name in recipes.FORMATS)
 
 
 def test_labels_are_unique():

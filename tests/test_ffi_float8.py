@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from golden_files import golden_files, load
 from grouping import group_sizes
-from hypothesis import given
+from hypothesis import example, given
 from installations import called, lowered
 
 import jax_fp4 as fp4
@@ -59,7 +59,8 @@ def values(seed, shape, magnitude=0, odd=None, dtype=F32):
 
 # Denormals, in float32 and in the codes; the largest numbers; what is no number.
 magnitudes = st.sampled_from([0, 0, -20, -60, -120, -130, -145, 60, 100, 126])
-odds = st.sampled_from([None, None, 0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45])
+payload = np.uint32(0xFFC00123).view(F32)
+odds = st.sampled_from([None, None, 0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, payload, F32(1e-45)])
 seeds = st.integers(0, 999)
 
 
@@ -90,6 +91,7 @@ def check_decoded(codes, scale, tile):
 @pytest.mark.core
 @every_scaling
 @both_codes
+@example((33, 50), 0, 0, payload, "float32", "float32")
 @given(st.sampled_from(SHAPES), seeds, magnitudes, odds, st.sampled_from([*FLOATS]), st.sampled_from([*FLOATS]))
 def test_handlers_equal_the_specification(flags, codes, shape, seed, magnitude, odd, dtype, compute):
     q = Float8Quantization(codes=codes, compute_dtype=compute, **flags)
@@ -104,6 +106,8 @@ def test_handlers_equal_the_specification_of_groups(flags, sizes, seed, magnitud
         check(x, None, None, np.stack([sizes, sizes[::-1]]), Float8Quantization(compute_dtype="bfloat16", **flags))
 
 
+@example(0, 0, payload, False)
+@example(0, 0, payload, True)
 @given(seeds, magnitudes, odds, st.booleans())
 def test_given_amaxes_and_scales(seed, magnitude, odd, grouped):
     """Any that a handler takes: scales are multiplied by as they are."""
@@ -127,6 +131,21 @@ def test_every_code_under_every_scale(codes):
     floats = np.array([0, 1e-45, 1e-38, 3.7, 3e38, np.inf, np.nan], F32)
     check_decoded(rows[: len(floats)], np.repeat(floats[:, None], 2, axis=1), 1)
     check_decoded(rows[: len(floats), None], floats, 1)
+
+
+@both_codes
+@every_scaling
+def test_amaxes_at_powers_of_two(flags, codes):
+    """Of every binade, at largest * 2^j, a step below and a step above: where an E8M0 scale changes."""
+    q = Float8Quantization(codes=codes, **flags)
+    with np.errstate(all="ignore"):
+        powers = np.exp2(np.arange(-149, 128, dtype=np.float64)) * [[1], [q.largest]]
+        powers = powers[powers <= np.finfo(F32).max].astype(F32)
+        amax = np.concatenate([np.nextafter(powers, F32(0)), powers, np.nextafter(powers, F32(np.inf))])
+    x = np.zeros((len(amax) * q.tile, q.block), F32)
+    x[:: q.tile, 0] = amax
+    x = x[:, None] if q.scaling == "float8" else x
+    check(x, None, None, None, q)
 
 
 @both_codes

@@ -19,8 +19,8 @@ def losses(device, cpu, recipe, steps: int):
     model = train_lm.LanguageModel(args.layers, args.width, args.heads, args.experts, args.top_k, recipe)
     optimizer = train_lm.make_optimizer(args)
     with jax.default_device(cpu):
-        params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.uint8))
-        state = train_lm.State(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+        variables = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.context), jnp.uint8))
+        state = train_lm.first_state(variables, optimizer)
     with jax.default_device(device):
         state, step, found = jax.device_put(state, device), train_lm.make_step(model, optimizer, args.seed), []
         for _, batch in zip(range(steps), train_lm.batches(text.train, args), strict=False):
@@ -29,10 +29,14 @@ def losses(device, cpu, recipe, steps: int):
         return np.asarray(jnp.stack(found))
 
 
+RECIPES = {f"nvfp4 {mode}": fp4.NVFP4BlockScaling(mode) for mode in train_lm.MODES}
+RECIPES |= {name: made("default") for name, made in train_lm.RECIPES.items() if name != "nvfp4"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["default", "unquant", "dequant"])
-def test_the_first_steps(gpu, cpu, mode):
-    got, want = (losses(device, cpu, fp4.NVFP4BlockScaling(mode), 20) for device in (gpu, cpu))
-    print(f"{mode}: {np.max(np.abs(got - want)):.1e} of {want[0]:.3f} to {want[-1]:.3f}")
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_first_steps(gpu, cpu, name):
+    got, want = (losses(device, cpu, RECIPES[name], 20) for device in (gpu, cpu))
+    print(f"{name}: {np.max(np.abs(got - want)):.1e} of {want[0]:.3f} to {want[-1]:.3f}")
     np.testing.assert_allclose(got[:5], want[:5], rtol=1e-3)
     np.testing.assert_allclose(got, want, rtol=2e-2)
