@@ -134,9 +134,13 @@ def _affine_bwd(static: Static, residuals: tuple[Residuals, Any, Any], dy):
 affine.defvjp(_affine_fwd, _affine_bwd, symbolic_zeros=True)
 
 
-def cost_of(x, kernel, *rest) -> Any:
+# For the report, which differentiates to learn what a call takes: where that, only evaluated, has no key.
+SOME_SEED = jax.ShapeDtypeStruct((2,), jnp.uint32)
+
+
+def cost_of(x, kernel, bias, seed, group_sizes, state, static: Static) -> Any:
     """What `affine` takes, for the report."""
-    *rest, static = rest
+    rest = bias, SOME_SEED if seed is None else seed, group_sizes, state
     if is_frozen(kernel):
         return _record.cost_of(lambda x, *rest: affine(x, *rest, static), x, kernel, *rest)
     return _record.cost_of(lambda both, *rest: affine(*both, *rest, static), (x, kernel), *rest)

@@ -19,6 +19,7 @@ from jax_fp4._activations import Activation, activation_of
 from jax_fp4._arguments import check_float, check_group_sizes, key_words
 from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._dense import (
+    SOME_SEED,
     check_bias,
     check_kernel,
     check_padding,
@@ -218,7 +219,7 @@ def _cost_of(arguments: Arguments, seeds, group_sizes, states, static: Static):
         return _mlp(rest._replace(**free), *more, static)
 
     rest = arguments._replace(**dict.fromkeys(free))
-    return _record.cost_of(call, free, rest, seeds, group_sizes, states)
+    return _record.cost_of(call, free, rest, seeds or (SOME_SEED, SOME_SEED), group_sizes, states)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -38,7 +38,8 @@ def mlp_of(p, x, chosen, key=None, **settings):
 
 
 def layers(settings, chosen):
-    """(Linen module, NNX module, function of parameters) of both layers."""
+    """(Linen module, NNX module, function of parameters) of both layers. No bias is zero."""
+    settings = settings | dict.fromkeys(("bias_init", "norm_bias_init"), nn.initializers.normal(1.0))
     rngs = lambda: flax_nnx.Rngs(0, sr=1)  # noqa: E731
     yield linen.LayerNormDense(N, **settings, recipe=chosen), nnx.LayerNormLinear(
         K, N, **settings, rngs=rngs(), recipe=chosen
@@ -76,9 +77,26 @@ def test_high_precision_is_flax_and_the_tree_does_not_change():
     for (plain, first, _), (quantized, second, _) in zip(layers({}, None), layers({}, recipe("default")), strict=True):
         same_tree(plain.init(RNGS, X), quantized.init(RNGS, X))
         same_tree(flax_nnx.state(first, flax_nnx.Param), flax_nnx.state(second, flax_nnx.Param))
-    theirs = flax_nnx.Linear(K, N, rngs=flax_nnx.Rngs(0))
-    ours = nnx.LayerNormLinear(K, N, use_norm_bias=False, scale_init=lambda *_: jnp.ones(K), rngs=flax_nnx.Rngs(0))
-    np.testing.assert_allclose(np.std(ours.kernel[...]), np.std(theirs.kernel[...]), rtol=0.2)
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_initial_values_are_those_of_flax(library):
+    """Kernels of variance 1 / fan-in, the others zeros and ones."""
+    k, f, n = 256, 128, 512
+    if library == "linen":
+        modules = linen.LayerNormDense(n), linen.LayerNormMLP(f, n)
+        trees = [module.init(KEY, jnp.ones((1, k)))["params"] for module in modules]
+    else:
+        rngs = flax_nnx.Rngs(0)
+        modules = nnx.LayerNormLinear(k, n, rngs=rngs), nnx.LayerNormMLP(k, f, out_features=n, rngs=rngs)
+        trees = [flax_nnx.state(module, flax_nnx.Param).to_pure_dict() for module in modules]
+    for tree in trees:
+        for name, a in tree.items():
+            value = dict(scale=1).get(name, 0)
+            if a.ndim == 1:
+                assert np.all(np.asarray(a) == value), name
+            else:
+                np.testing.assert_allclose(np.var(a), 1 / len(a), rtol=0.05, err_msg=name)
 
 
 def test_keys_and_autocast():
@@ -123,18 +141,25 @@ def test_the_report_names_the_layers():
     module = linen.LayerNormMLP(F, recipe=recipe("unquant"))
     variables = module.init(KEY, X)
     assert "layernorm_mlp" in str(fp4.report(module.apply, variables, X))
+    module = linen.LayerNormDense(N, recipe=recipe("default"))  # evaluated, it needs no key; nor does its report
+    (row,) = fp4.report(module.apply, module.init(KEY, X), X).rows
+    assert row.op == "layernorm_dense" and row.residual_bytes > 0
+    module = linen.LayerNormMLP(F, recipe=recipe("default"))
+    assert fp4.report(module.apply, module.init(KEY, X), X).rows[0].residual_bytes > 0
 
 
 # --- rules ---
 
 
 def rows_of(f, *args):
-    return [(row.layer, row.op, row.chosen_by) for row in fp4.report(f, *args).rows]
+    rows = fp4.report(f, *args).rows
+    assert [row.quantized for row in rows] == ["HIGH_PRECISION" not in row.chosen_by for row in rows]
+    return [(row.layer, row.op, row.chosen_by) for row in rows]
 
 
 @pytest.mark.core
 def test_rules_decide_in_linen_by_the_path_of_the_parameters():
-    """The key too: only the layer whose rule rounds stochastically draws one."""
+    """Keys are drawn where a rule rounds stochastically."""
 
     class Model(nn.Module):
         @nn.compact
@@ -145,7 +170,7 @@ def test_rules_decide_in_linen_by_the_path_of_the_parameters():
     model, rngs = Model(), {"sr": KEY}
     params = model.init(KEY, X)["params"]
     rules = fp4.Rules(
-        [("dense", recipe("default")), ("LayerNormMLP.*", fp4.HIGH_PRECISION), ("mlp", recipe("dequant"))]
+        [("dense", recipe("default")), ("LayerNormMLP.*", fp4.HIGH_PRECISION), ("mlp", recipe("default"))]
     )
 
     def loss(params):
@@ -163,7 +188,7 @@ def test_rules_decide_in_linen_by_the_path_of_the_parameters():
         ("mlp", "layernorm_mlp", "recipe=HIGH_PRECISION"),
     ]
     h = mlp_of(params["LayerNormMLP_0"], dense_of(params["dense"], X, recipe("default")), fp4.HIGH_PRECISION)
-    same_tree(y, mlp_of(params["mlp"], h, recipe("dequant"), out_recipe=fp4.HIGH_PRECISION))
+    same_tree(y, mlp_of(params["mlp"], h, recipe("default"), out_recipe=fp4.HIGH_PRECISION))
 
 
 class Pair(flax_nnx.Module):
