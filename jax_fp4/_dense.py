@@ -183,7 +183,9 @@ def require_key(op: str, recipe: Recipe | None, seed) -> None:
 def _high_precision(x, kernel, bias, y_dtype):
     """The plain product, in x's dtype. A quantized kernel takes part with its dequantized values."""
     if is_frozen(kernel):
-        y = matmul(x, _modes.along_k(kernel), preferred_element_type=y_dtype)
+        rows = jnp.asarray(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        y = matmul(rows, _modes.along_k(kernel), preferred_element_type=y_dtype)
+        y = y.reshape(*x.shape[:-1], y.shape[-1])
     else:
         y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=y_dtype)
     return y if bias is None else y + along_last(bias.astype(y_dtype), y.ndim)
