@@ -161,7 +161,11 @@ def seen_backward(state: Any, recipe: Recipe | None, amax: Any) -> Any:
     if state is None:
         return None
     assert isinstance(recipe, DelayedScaling)
-    return dataclasses.replace(state, dy=observed(state.dy, recipe, "dy", amax), calls=jnp.ones_like(state.calls))
+    state = dataclasses.replace(state, dy=observed(state.dy, recipe, "dy", amax))
+    # One, of a value that has a batch where a batch shares this state: vmap adds up those only, as it does the rest.
+    seen = [jnp.any(part.scale > 0) for part in (state.x, state.kernel, state.dy)]
+    once = jnp.where(seen[0] & seen[1] & seen[2], jnp.float32(1), jnp.float32(1))
+    return dataclasses.replace(state, calls=once)
 
 
 def require_key(op: str, recipe: Recipe | None, seed) -> None:

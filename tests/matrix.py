@@ -228,7 +228,7 @@ REFUSED = {  # the first that applies is raised
     "a frozen kernel for lax.dot_general": Refusal(
         lambda c: c.layer == "DotGeneral" and c.is_frozen and c.recipe != "no recipe",
         TypeError,
-        "DotGeneral: rhs is a QuantizedTensor; needs an array",
+        "DotGeneral: rhs is a (QuantizedTensor|tuple); needs an array",
     ),
     "the same without a recipe, to lax itself": Refusal(
         lambda c: c.layer == "DotGeneral" and c.is_frozen, TypeError, "to dot_general as a JAX value"
