@@ -34,7 +34,7 @@ endef
 requirements = $(1)/bin/python -c \
   'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(2)"], sep="\n")'
 
-.PHONY: help demo test lint format core core-run wheel-cuda clean
+.PHONY: help demo test test-full lint format core core-run wheel-cuda clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -44,6 +44,10 @@ demo: .venv/.installed  ## train a small language model in bfloat16 and in NVFP4
 
 test: .venv/.installed  ## run the tests
 	@.venv/bin/pytest -n $(WORKERS) $(ARGS)
+
+test-full: .venv/.installed  ## run every cell of the test matrix (make test: cells that cover all pairs), half an hour
+	@.venv/bin/python tests/matrix.py --count
+	@.venv/bin/pytest -n $(WORKERS) -m full $(ARGS)
 
 lint: .venv/.lint  ## ruff, pyright, clang-format: report only
 	@.venv/bin/ruff check .

@@ -164,7 +164,11 @@ def seen_backward(state: Any, recipe: Recipe | None, amax: Any) -> Any:
     if state is None:
         return None
     assert isinstance(recipe, DelayedScaling)
-    return dataclasses.replace(state, dy=observed(state.dy, recipe, "dy", amax), calls=jnp.ones_like(state.calls))
+    state = dataclasses.replace(state, dy=observed(state.dy, recipe, "dy", amax))
+    # One, of a value that has a batch where a batch shares this state: vmap adds up those only, as it does the rest.
+    seen = [jnp.any(part.scale > 0) for part in (state.x, state.kernel, state.dy)]
+    once = jnp.where(seen[0] & seen[1] & seen[2], jnp.float32(1), jnp.float32(1))
+    return dataclasses.replace(state, calls=once)
 
 
 def require_key(op: str, recipe: Recipe | None, seed) -> None:
@@ -186,7 +190,9 @@ def require_key(op: str, recipe: Recipe | None, seed) -> None:
 def _high_precision(x, kernel, bias, y_dtype):
     """The plain product, in x's dtype. A quantized kernel takes part with its dequantized values."""
     if is_frozen(kernel):
-        y = matmul(x, _modes.along_k(kernel), preferred_element_type=y_dtype)
+        rows = jnp.asarray(x).reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        y = matmul(rows, _modes.along_k(kernel), preferred_element_type=y_dtype)
+        y = y.reshape(*x.shape[:-1], y.shape[-1])
     else:
         y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=y_dtype)
     return y if bias is None else y + along_last(bias.astype(y_dtype), y.ndim)

@@ -329,6 +329,8 @@ def _contraction_on_hopper(lhs, rhs, group_sizes, static: _Static):
     return _hopper.quantized_contraction(a, b, column, row, sizes, m, static.dtype)
 
 
+# Jitted, so that eager calls find their compiled loops; inline: in a traced program there is no call around them.
+@partial(jax.jit, static_argnames="static", inline=True)
 def _rows_by_loops(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     out = jax.ShapeDtypeStruct((lhs.shape[0], rhs.shape[-1]), static.dtype)
     both = _both_quantized(lhs, rhs)
@@ -367,6 +369,7 @@ def _rows_by_loops(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     return _ragged.rows(a, of_rows, of_groups, group_sizes, out, weight, finish, precision)
 
 
+@partial(jax.jit, static_argnames="static", inline=True)
 def _contraction_by_loops(lhs, rhs, group_sizes, static: _Static):
     groups, m = group_sizes.shape[0], lhs.shape[-1]
     out = jax.ShapeDtypeStruct((groups, lhs.shape[0], rhs.shape[-1]), static.dtype)

@@ -62,8 +62,9 @@ def init(recipe: DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
 def update(states: Any, gradients: Any, *, axis_name: Any = None) -> Any:
     """The states after a step: `gradients`, what differentiation gave for `states`, a DelayedState or a tree of them.
 
-    A state that the loss did not use stays as it is. axis_name: inside shard_map, the mesh axes that share the batch;
-    their amaxes become one. (Under jit, arrays are whole: their amaxes are too.)
+    A state that the loss did not use stays as it is, and so does each of a stack of states.
+    axis_name: inside shard_map, the mesh axes that share the batch; their amaxes become one. (Under jit, arrays are
+    whole: their amaxes are too.)
     Raises ValueError where a state was used more than once, since the sum of two states is none; where that is only
     known at run time, the new scales are NaN.
     """
@@ -85,18 +86,14 @@ def _each(function, *trees):
 
 
 def _updated(state: DelayedState, new: DelayedState) -> DelayedState:
-    if not isinstance(new.calls, Tracer) and np.any(np.asarray(new.calls) > 1):
-        given, why = (
-            f"used {int(np.max(new.calls))} times",
-            "each call sees other values, and the sum of two states is none",
-        )
+    if not isinstance(new.calls, Tracer) and (most := np.max(new.calls, initial=0)) > 1:
+        given, why = f"used {int(most)} times", "each call sees other values, and the sum of two states is none"
         fix = "delayed.init for each call (and a stack of states under jax.vmap or jax.lax.scan)"
         raise ValueError(message("delayed.update", "a state", given, "one call", why, fix))
-    unused, once = new.calls == 0, new.calls == 1
 
     def pick(old, now):
-        first, none = (_up_to(flag, old.ndim) for flag in (once, unused))
-        return jnp.where(first, now, jnp.where(none, old, jnp.nan))
+        calls = _along(new.calls, now)
+        return jnp.where(calls == 1, now, jnp.where(calls == 0, old, jnp.nan))
 
     return dataclasses.replace(jax.tree.map(pick, state, new), calls=state.calls)
 
@@ -113,14 +110,14 @@ def _merged(first: DelayedState, second: DelayedState) -> DelayedState:
 def _larger(a: Delayed, b: Delayed, a_calls, b_calls) -> Delayed:
     """Of two histories that differ in their newest amax alone, the one that has the larger, and its scale."""
     newer, older = (magnitude_bits(d.history[..., -1]) for d in (b, a))  # of bits, so that NaN is the largest
-    a_calls, b_calls = (_up_to(calls, newer.ndim) for calls in (a_calls, b_calls))
+    a_calls, b_calls = (_along(calls, newer) for calls in (a_calls, b_calls))
     second = (b_calls > 0) & ((a_calls == 0) | (newer > older))
     return Delayed(jnp.where(second[..., None], b.history, a.history), jnp.where(second, b.scale, a.scale))
 
 
-def _up_to(flags: Any, ndim: int) -> Any:
-    """With trailing axes: states may be stacked, [s], and what they hold has axes of its own behind."""
-    return flags.reshape(*flags.shape, *[1] * (ndim - flags.ndim))
+def _along(calls, array):
+    """The calls of each state of a stack, [*s], beside what each has, [*s, ...]."""
+    return calls.reshape(*calls.shape, *[1] * (array.ndim - calls.ndim))
 
 
 # --- for the layers ---
