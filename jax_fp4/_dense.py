@@ -139,7 +139,9 @@ SOME_SEED = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
 
 def cost_of(x, kernel, bias, seed, group_sizes, state, static: Static) -> Any:
-    """What `affine` takes, for the report."""
+    """What `affine` takes, for the report; None for what cannot be differentiated."""
+    if not _modes.has_along_n(kernel, static.recipe):
+        return None
     rest = bias, SOME_SEED if seed is None else seed, group_sizes, state
     if is_frozen(kernel):
         return _record.cost_of(lambda x, *rest: affine(x, *rest, static), x, kernel, *rest)

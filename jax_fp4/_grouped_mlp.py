@@ -212,7 +212,10 @@ def check_states(op: str, recipes: tuple[Recipe | None, Recipe | None], state, g
 
 
 def _cost_of(arguments: Arguments, seeds, group_sizes, states, static: Static):
-    """What `_mlp` takes, for the report."""
+    """What `_mlp` takes, for the report; None for what cannot be differentiated."""
+    kernels = zip((arguments.w_in, arguments.w_out), static.recipes, strict=True)
+    if not all(_modes.has_along_n(kernel, recipe) for kernel, recipe in kernels):
+        return None
     free = {name: a for name, a in arguments._asdict().items() if a is not None and not is_frozen(a)}
 
     def call(free, rest, *more):

@@ -234,8 +234,7 @@ def along_n(kernel: FrozenKernel) -> QuantizedTensor:
 
 def require_along_n(op: str, name: str, kernel: Any, recipe: Recipe | None) -> None:
     """Where dx is needed: the default mode reads that plane of a frozen kernel."""
-    default = scaling_of(recipe, "dgrad", "kernel") is not None
-    if default and isinstance(kernel, QuantizedTensor) and not _turns(kernel):
+    if not has_along_n(kernel, recipe):
         raise ValueError(
             message(
                 op,
@@ -246,6 +245,12 @@ def require_along_n(op: str, name: str, kernel: Any, recipe: Recipe | None) -> N
                 f"the pair quantize_transpose({name}), tiles as `block`, or another backward mode",
             )
         )
+
+
+def has_along_n(kernel: Any, recipe: Recipe | None) -> bool:
+    """Whether a kernel has what the input gradient reads of it."""
+    default = scaling_of(recipe, "dgrad", "kernel") is not None
+    return not default or not isinstance(kernel, QuantizedTensor) or _turns(kernel)
 
 
 def _turns(q: QuantizedTensor) -> bool:

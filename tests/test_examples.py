@@ -66,7 +66,7 @@ def test_text_is_split_without_loss():
 @pytest.mark.core
 def test_compare_trains_every_mode_and_saves_the_plot(tmp_path, capsys):
     results = train_lm.main([*TINY, "--compare", "--out", str(tmp_path)])
-    assert [r.name for r in results] == ["bfloat16", "nvfp4 default", "nvfp4 unquant", "nvfp4 dequant"]
+    assert [r.name for r in results] == ["bfloat16", "nvfp4 default", "nvfp4 unquant", "nvfp4 dequant", "mixed"]
     for r in results:
         assert np.isfinite(r.losses).all()
         assert r.losses.shape == (12,)
@@ -75,10 +75,10 @@ def test_compare_trains_every_mode_and_saves_the_plot(tmp_path, capsys):
     # The same seed and batches: all start from the same place, and the FP4 runs are none of them bfloat16 in disguise.
     first = [r.losses[0] for r in results]
     assert max(first) - min(first) < 0.02
-    assert len({r.held_out for r in results}) == 4
+    assert len({r.held_out for r in results}) == len(results) == 5
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
-    for word in ("sha256", "order-0", "order-1", "order-2", "nvfp4 dequant", "bits/byte"):
+    for word in ("sha256", "order-0", "order-1", "order-2", "nvfp4 dequant", "mixed", "bits/byte"):
         assert word in printed
 
 
@@ -103,6 +103,22 @@ def test_one_recipe_as_a_script(experts, tmp_path):
     assert result.returncode == 0, result.stderr
     assert "bfloat16" in result.stdout
     assert "tokens/s" in result.stderr
+
+
+@pytest.mark.parametrize("name", [*(name for name in train_lm.RECIPES if name != "nvfp4"), "mixed"])
+def test_every_recipe_trains(name, tmp_path):
+    options = ["--recipe", name, "--experts", "1", "--layers", "1", "--out", str(tmp_path)]
+    (result,) = train_lm.main([*TINY, *options])
+    assert result.name.startswith(name) and result.losses[-1] < result.losses[0]
+
+
+def test_delayed_scaling_by_rules(tmp_path):
+    """Its states are made where a rule chooses it."""
+    path = tmp_path / "rules.txt"
+    path.write_text("block0/.* = DelayedScaling('default', amax_history_len=8)\n")
+    options = ["--rules", str(path), "--recipe", "mxfp8", "--experts", "2", "--out", str(tmp_path)]
+    (result,) = train_lm.main([*TINY, *options])
+    assert result.name == "rules, mxfp8 default" and result.losses[-1] < result.losses[0]
 
 
 def test_rules_choose_by_path(tmp_path, capsys):
@@ -161,7 +177,8 @@ def test_the_environment_chooses_the_backward_mode(monkeypatch):
         (["--experts", "2", "--top-k", "3"], "--top-k 3 needs to be at most --experts 2"),
         (["--top-k", "3"], "--top-k 3 needs to divide 4 x --width = 1024"),
         (["--compare", "--backward-mode", "default"], "leave one of them out"),
-        (["--recipe", "bfloat16", "--backward-mode", "default"], "--backward-mode belongs to --recipe nvfp4"),
+        (["--recipe", "bfloat16", "--backward-mode", "default"], "--backward-mode has no meaning beside --recipe bf"),
+        (["--recipe", "float8-delayed", "--backward-mode", "unquant"], "which has one backward only"),
         (["--learning-rate", "-1"], "--learning-rate -1.0 needs to be above 0"),
     ],
 )
@@ -223,7 +240,7 @@ def test_the_readme_does_what_it_shows(capsys):
     """Its Python blocks run in order, and the error it quotes is the one raised."""
     readme = (EXAMPLES.parent / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 9
     names = {}
     for block in blocks:
         exec(block, names)

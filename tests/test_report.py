@@ -126,6 +126,17 @@ def test_an_mlp_has_a_row_for_each_product():
     assert first.residual_bytes > 0 == second.residual_bytes
 
 
+def test_a_frozen_kernel_that_is_only_evaluated():
+    """Its other plane is not there to differentiate with; the report of an evaluation needs none."""
+    frozen = fp4.quantize(W, axis=0)
+    (row,) = fp4.report(lambda x: fp4.dense(x, frozen, recipe=NV("default")), X).rows
+    assert row.quantized and (row.padding, row.residual_bytes) == (0, 0)
+    sizes, stacked = jnp.array([32], jnp.int32), fp4.quantize(W[None], axis=0, batch_dims=1)
+    w_out = jnp.ones((1, 20, 16))
+    mlp = lambda x: fp4.grouped_mlp(x, stacked, w_out, sizes, activation="relu", recipe=NV("default"))  # noqa: E731
+    assert all(row.quantized for row in fp4.report(mlp, X).rows)
+
+
 def test_a_refusal_is_visible():
     """E14: a named implementation runs or raises; nothing catches."""
     with pytest.raises(fp4.UnsupportedError, match="implementation is 'cuda'"):
