@@ -112,8 +112,10 @@ def test_merge_is_one_update_with_the_larger_amax():
     for merged in (delayed.merge(*news), delayed.merge(*news[::-1]), jax.jit(delayed.merge)(*news)):
         spec.check(delayed.update(state, merged))
     zero = jax.tree.map(jnp.zeros_like, state)  # of a microbatch that did not use it
-    for one, other in ((news[0], zero), (zero, news[0])):
-        same_tree(delayed.merge(one, other), news[0])
+    of_nothing = cotangent(dense, state, jnp.zeros((8, N)), jnp.zeros((8, K)), w)[0]  # amaxes are 0, scales are not
+    for new in (news[0], of_nothing):
+        for one, other in ((new, zero), (zero, new)):
+            same_tree(delayed.merge(one, other), new)
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
@@ -268,7 +270,7 @@ def test_what_only_run_time_knows_is_loud_too():
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_and_vmap_over_stacked_states(remat):
     """As a loop over layers (or over members of an ensemble), each with its state."""
-    layers, x, ws = 3, normal(1, 8, K), normal(2, 3, K, K) / 5
+    layers, x, ws = 2, normal(1, 8, K), normal(2, 2, K, K) / 5
     states = jax.tree.map(lambda a: jnp.stack([a] * layers), delayed.init(RECIPE))
     one = lambda x, w, s: jnp.sin(fp4.dense(x, w, recipe=RECIPE, state=s))  # noqa: E731
     one = jax.checkpoint(one) if remat else one
@@ -288,8 +290,9 @@ def test_scan_and_vmap_over_stacked_states(remat):
         return sum(jnp.sum(one(x, ws[i], jax.tree.map(lambda a, i=i: a[i], states))) for i in range(layers))
 
     for fast, slow in ((scanned, unrolled), (members, looped)):
-        news = (jax.jit(jax.grad(f, (0, 1)))(states, ws, x)[0] for f in (fast, slow))
+        news = [jax.jit(jax.grad(f, (0, 1)))(states, ws, x)[0] for f in (fast, slow)]
         got, want = (delayed.update(states, new) for new in news)
+        same_tree(delayed.merge(news[0], jax.tree.map(jnp.zeros_like, states)), news[0])
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), got, want)
         assert (np.asarray(got.x.scale) != 1).all() and (np.asarray(got.dy.scale) != 1).all()
 

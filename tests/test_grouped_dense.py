@@ -206,6 +206,20 @@ def test_one_jitted_function_under_contexts_a_b_none_a():
             close(JITTED(X, W, bias=B), want[context or fp4.HIGH_PRECISION])
 
 
+@pytest.mark.parametrize("mode", [*MODES, NONE])
+def test_a_second_eager_call_compiles_nothing(mode, caplog):
+    """The loops over the groups are found again, forward and backward."""
+
+    def step(x):
+        layer = partial(fp4.grouped_dense, group_sizes=SIZES, recipe=recipe(mode), key=KEY)
+        return gradients(layer, DY, x=x, kernel=W, bias=B)
+
+    step(X)
+    with jax.log_compiles():
+        step(X)
+    assert "ompil" not in caplog.text
+
+
 # --- what is kept, and what is computed (D8) ---
 
 
