@@ -151,28 +151,11 @@ def mlp_as(
     act = activation_of(op, activation)
     check_recipe(op, out_recipe, "out_recipe")
     first, second = resolve(op, recipe), resolve(op, recipe_of_second(recipe, out_recipe))
-    check_x(op, x)
-    in_shape = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped=grouped)
-    *groups, k, hidden = in_shape
-    if act.gated and hidden % 2:
-        why, fix = f"{act.name} is gated: half of them are the gate", "w_in [..., k, 2f], gate columns first"
-        raise ValueError(message(op, "w_in", f"of shape {in_shape}", "an even number of columns", why, fix))
-    f = hidden // 2 if act.gated else hidden
-    *_, n = shape = check_kernel(op, "w_out", w_out, f"the activation {(*x.shape[:-1], f)}", f, grouped=grouped)
-    if [*shape[:-2]] != groups:
-        why = f"w_in {in_shape} has {groups[0]} groups"
-        fix = "kernels of the same experts"
-        raise ValueError(message(op, "w_out", f"of shape {shape}", f"{groups[0]} groups", why, fix))
-    check_bias(op, "b_in", b_in, in_shape)
-    check_bias(op, "b_out", b_out, shape)
+    in_shape, shape = _check_operands(op, x, w_in, w_out, b_in, b_out, probs, act, grouped)
+    *groups, k, _ = in_shape
     if grouped:
         check_group_sizes(op, group_sizes, groups[0])
         group_sizes = jnp.asarray(group_sizes)
-    if probs is not None:
-        check_float(op, "probs", probs)
-        if probs.shape != x.shape[:-1]:
-            why = f"x {x.shape} has a factor for each row"
-            raise ValueError(message(op, "probs", f"of shape {probs.shape}", f"{x.shape[:-1]}", why, "probs=None"))
     m = math.prod(x.shape[:-1])
     states = check_states(op, (first, second), state, tuple(groups))
     for chosen, kernel_shape, names in (
@@ -197,7 +180,31 @@ def mlp_as(
         shapes = (*x.shape[:-1], kernel_shape[-2]), kernel_shape
         _record.record(_record.LayerEvent(_record.path(), op, *shapes, chosen, chosen_by(op, given), whole))
     y: Any = _mlp(arguments, seeds, group_sizes, states, static)
-    return y.reshape(*x.shape[:-1], n)
+    return y.reshape(*x.shape[:-1], shape[-1])
+
+
+def _check_operands(op: str, x, w_in, w_out, b_in, b_out, probs, act: Activation, grouped: bool):
+    """The shapes of the two kernels, and that everything fits them."""
+    check_x(op, x)
+    in_shape = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped=grouped)
+    *groups, _, hidden = in_shape
+    if act.gated and hidden % 2:
+        why, fix = f"{act.name} is gated: half of them are the gate", "w_in [..., k, 2f], gate columns first"
+        raise ValueError(message(op, "w_in", f"of shape {in_shape}", "an even number of columns", why, fix))
+    f = hidden // 2 if act.gated else hidden
+    shape = check_kernel(op, "w_out", w_out, f"the activation {(*x.shape[:-1], f)}", f, grouped=grouped)
+    if [*shape[:-2]] != groups:
+        why = f"w_in {in_shape} has {groups[0]} groups"
+        fix = "kernels of the same experts"
+        raise ValueError(message(op, "w_out", f"of shape {shape}", f"{groups[0]} groups", why, fix))
+    check_bias(op, "b_in", b_in, in_shape)
+    check_bias(op, "b_out", b_out, shape)
+    if probs is not None:
+        check_float(op, "probs", probs)
+        if probs.shape != x.shape[:-1]:
+            why = f"x {x.shape} has a factor for each row"
+            raise ValueError(message(op, "probs", f"of shape {probs.shape}", f"{x.shape[:-1]}", why, "probs=None"))
+    return in_shape, shape
 
 
 def check_states(op: str, recipes: tuple[Recipe | None, Recipe | None], state, groups: tuple[int, ...]) -> States:
