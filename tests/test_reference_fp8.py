@@ -524,6 +524,8 @@ def test_quotients_are_numpys_to_the_bit():
         for a in (np.float32([448, 57344, 56, 1, 1e-40, 3e38])[:, None], anything[:, None][:7]):
             np.testing.assert_array_equal(np.asarray(divide(a, b)).view(np.uint32) & 0x7FFFFFFF, bits_of(a / b))
         np.testing.assert_array_equal(divide(np.float32(0), b[b > 0]), np.zeros(np.sum(b > 0)))
+        ties = np.arange(1, 9, dtype=np.uint32).view(np.float32)  # halves of these denormals
+        np.testing.assert_array_equal(bits_of(np.asarray(divide(ties, np.float32(2)))), [0, 1, 2, 2, 2, 3, 4, 4])
 
 
 def bits_of(x):
