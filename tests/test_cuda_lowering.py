@@ -12,6 +12,7 @@ from installations import calls, forget, lowered, pretend
 import jax_fp4 as fp4
 from jax_fp4 import _ffi
 from jax_fp4._activations import NAMES
+from jax_fp4._ops import OPS
 
 
 @pytest.fixture(params=[True, False], ids=["with extension", "without"])
@@ -139,3 +140,43 @@ def test_strict_and_named_implementations(extension):
     with pytest.raises(fp4.UnsupportedError, match="platform is cuda; needs cpu because"):
         calls(lambda x: fp4.quantize(x, implementation="cpu"), X)
     assert bool(fp4.supported("quantize", "cuda")) is extension
+
+
+KEY, W, STACKED = np.zeros(2, np.uint32), jnp.ones((64, 32), jnp.bfloat16), jnp.ones((2, 64, 32), jnp.bfloat16)
+NV = fp4.NVFP4BlockScaling("default")
+MLP_OF = dict(activation="relu", recipe=NV, key=jax.random.key(0))
+SUPPORTED = {
+    "quantize": lambda x: fp4.quantize(x),
+    "quantize_transpose": lambda x: fp4.quantize_transpose(x),
+    "dequantize": lambda x: fp4.dequantize(fp4.quantize(x)),
+    "matmul": lambda x: fp4.matmul(fp4.quantize(x), fp4.quantize(W, axis=0)),
+    "grouped_matmul": lambda x: fp4.grouped_matmul(fp4.quantize(x), fp4.quantize(STACKED, axis=0, batch_dims=1), SIZES),
+    "dense": lambda x: fp4.dense(x, W, recipe=NV, key=KEY),
+    "grouped_dense": lambda x: fp4.grouped_dense(x, STACKED, SIZES, recipe=NV, key=KEY),
+    "grouped_mlp": lambda x: fp4.grouped_mlp(x, STACKED, STACKED.mT, SIZES, **MLP_OF),
+    "layernorm_dense": lambda x: fp4.layernorm_dense(x, jnp.ones(64), None, W, recipe=NV, key=KEY),
+    "layernorm_mlp": lambda x: fp4.layernorm_mlp(x, jnp.ones(64), None, W, W.T, **MLP_OF),
+}
+
+
+@pytest.mark.parametrize("op", SUPPORTED)
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_every_cell_of_supported_is_true(extension, op, platform):
+    """Under strict(), which refuses whatever falls back, exactly what is said to be supported is lowered; the gradient
+    of a layer too."""
+    call = SUPPORTED[op]
+    if op in ("dense", "grouped_dense", "grouped_mlp", "layernorm_dense", "layernorm_mlp"):
+        forward = call
+        call = jax.grad(lambda x: forward(x).astype(jnp.float32).sum())
+    support = fp4.supported(op, platform)
+    assert bool(support) is (platform == "cpu" or (platform == "cuda" and extension)) and support.reason
+    with fp4.strict():
+        if support:
+            assert any(name.startswith("jax_fp4_") for name in calls(call, X, platform=platform))
+        else:
+            with pytest.raises(fp4.UnsupportedError, match=f"platform is {platform}"):
+                calls(call, X, platform=platform)
+
+
+def test_every_op_has_a_cell():
+    assert tuple(SUPPORTED) == OPS
