@@ -152,6 +152,9 @@ RANKS = ("1", "2", "3", "0")
 # m, k, n; the rows of three groups. No block fits "odd"; "wide" holds more than one block of each format, and of 16 and
 # 32 some fit. n = 2 k, so that both products of an MLP have one shape and share what is compiled.
 EXTENTS = {"odd": (35, 23, 46, (9, 20, 0)), "wide": (160, 144, 288, (1, 129, 0))}
+EXTENTS_OF = dict(
+    zip(DTYPES, ("odd", "wide", "odd", "odd", "wide"), strict=True)
+)  # every further shape is compiled anew
 
 
 class Cell(NamedTuple):
@@ -162,10 +165,13 @@ class Cell(NamedTuple):
     bias: str
     wanted: str
     rank: str
-    extents: str
 
     def __str__(self) -> str:
         return " | ".join(self)
+
+    @property
+    def extents(self) -> str:
+        return EXTENTS_OF[self.dtype]
 
     @property
     def is_grouped(self) -> bool:
@@ -194,7 +200,6 @@ FACTORS: dict[str, tuple[str, ...]] = dict(
     bias=BIAS,
     wanted=WANTED,
     rank=RANKS,
-    extents=tuple(EXTENTS),
 )
 
 
@@ -258,8 +263,7 @@ def refusal(c: Cell) -> str | None:
 # --- the whole matrix ---
 
 
-# Every further shape is compiled anew, for minutes: of each dtype one, and one row in two of them.
-EXTENTS_OF = dict(zip(DTYPES, ("odd", "wide", "odd", "odd", "wide"), strict=True))
+# One row is a shape of its own, which takes minutes to compile for everything.
 WITH_ONE_ROW = ("float32", "bfloat16, master")
 
 
@@ -270,10 +274,10 @@ def whole(recipe: str, mode: str, layer: str) -> Iterator[Cell]:
         ranks = RANKS[:3] if dtype in WITH_ONE_ROW else RANKS[1:3]
         turns = itertools.cycle(itertools.product(BIAS, ranks))
         for wanted in WANTED:
-            found = (Cell(recipe, mode, layer, dtype, bias, wanted, rank, EXTENTS_OF[dtype]) for bias, rank in turns)
+            found = (Cell(recipe, mode, layer, dtype, bias, wanted, rank) for bias, rank in turns)
             found = itertools.islice(found, len(BIAS) * len(ranks))
             yield from itertools.islice(filter(is_cell, found), 1)
-    scalar = Cell(recipe, mode, layer, "float32", "none", "x and w", "0", "odd")
+    scalar = Cell(recipe, mode, layer, "float32", "none", "x and w", "0")
     if is_cell(scalar):
         yield scalar
 
@@ -286,7 +290,7 @@ def parts_of_whole() -> list[tuple[str, str, str]]:
 # --- pairs ---
 
 PAIRS = pathlib.Path(__file__).with_name("matrix_pairs.txt")
-FREELY = ("dtype", "extents")  # factors that decide nothing about a cell's existence or refusal
+FREELY = ("dtype",)  # factors that decide nothing about a cell's existence or refusal
 
 Pair = frozenset[tuple[str, str]]
 

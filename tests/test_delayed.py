@@ -1,5 +1,6 @@
 """Delayed scaling: the state against its specification over steps, in every layer, transformation and mesh."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -116,6 +117,10 @@ def test_merge_is_one_update_with_the_larger_amax():
     for new in (news[0], of_nothing):
         for one, other in ((new, zero), (zero, new)):
             same_tree(delayed.merge(one, other), new)
+    # and a stack of states of experts
+    one = dataclasses.replace(advanced(delayed.init(RECIPE, (G,))), calls=jnp.ones(()))
+    stack = jax.tree.map(lambda a: jnp.stack([a, a]), one)
+    same_tree(delayed.merge(jax.tree.map(jnp.zeros_like, stack), stack), stack)
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
