@@ -236,10 +236,7 @@ REFUSED = {  # the first that applies is raised
         "DotGeneral: rhs is a (QuantizedTensor|tuple); needs an array",
     ),
     "the same without a recipe, to lax itself": Refusal(
-        lambda c: c.layer == "DotGeneral" and c.is_frozen, TypeError, "to dot_general as a JAX value"
-    ),
-    "delayed scaling where a layer takes no state": Refusal(
-        lambda c: c.recipe == "delayed" and c.layer in THIN, ValueError, "dense: state is None; needs a DelayedState"
+        lambda c: c.layer == "DotGeneral" and c.is_frozen, TypeError, "to dot_general as a JAX value|dot_general"
     ),
     "the gradient of packed codes": Refusal(
         lambda c: c.wanted == "the frozen kernel", fp4.UnsupportedError, "differentiated; needs a constant"
