@@ -118,11 +118,11 @@ def test_batches(gpu, cpu, format, name):
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_quantized_is_x_in_the_compute_dtype(gpu, cpu, format, x_dtype, dtype):
     for shape in ((70, 136), (70, 135)):
-        x = np.asarray(jnp.asarray(np.clip(awkward(4, *shape), -1e5, 1e5), x_dtype))
+        x = np.asarray(jnp.asarray(np.clip(awkward(4, *shape), -6e4, 6e4)).astype(x_dtype))
         assert_same(gpu, cpu, lambda x: fp4.quantize_transpose(x, format, dtype=dtype), x)
 
 
-@pytest.mark.parametrize("shape", [(3, 70, 136), (3, 70, 131), (3, 0, 40), (3, 40, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 70, 136), (3, 70, 131), (3, 0, 1000), (3, 1000, 0)], ids=str)
 @pytest.mark.parametrize("name", ["amax", "scale"])
 @pytest.mark.parametrize("format", ["float8", "float8_e5m2"])
 def test_given_amaxes_and_scales(gpu, cpu, format, name, shape):

@@ -127,7 +127,8 @@ struct Patch {
   // x is held as it is stored, or is float32; element by element otherwise.
   JAX_FP4_MEMBER Patch load(const Float8Problem& p, const Corner& corner) {
     if (p.k % kPatch == 0 && p.x_dtype == dtype) return load_whole(p, corner);
-    if (p.k % kPatch == 0 && p.x_dtype == DType::kF32) return load_floats(p, corner);
+    if constexpr (dtype != DType::kF32)
+      if (p.k % kPatch == 0 && p.x_dtype == DType::kF32) return load_floats(p, corner);
     return load_elements(p, corner);
   }
 

@@ -106,27 +106,33 @@ struct Float8Thread {
     if (!stored.wanted) return;
     const int64_t lines = form == 0 ? p.m : p.k, from = form == 0 ? tile.row : tile.column;
     const int64_t first = (form == 0 ? tile.column : tile.row) / (kLength == 0 ? 1 : kLength);
-    uint32_t scale[kBlocks];
+    uint32_t scales = 0;  // of the blocks: E8M0, a byte each, or the one float32
     JAX_FP4_UNROLL
     for (int b = 0; b < kBlocks; ++b) {
       float multiplier;
       if (kLength == 32) {
-        scale[b] = e8m0_scale<float>(peak[b], largest_code(codes));
-        multiplier = e8m0_multiplier<float>(scale[b]);
+        const uint32_t scale = e8m0_scale<float>(peak[b], largest_code(codes));
+        multiplier = e8m0_multiplier<float>(scale);
+        scales |= scale << (8 * b);
       } else {
         multiplier = float8_scale<float>(peak[b], largest_code(codes), p.eps, p.power_of_two);
-        scale[b] = Lanes<float>::bits(1.0f / multiplier);
+        scales = Lanes<float>::bits(1.0f / multiplier);
       }
       shared.multiplier[form][b][line] = multiplier;
     }
-    if (from + line >= lines) return;
+    const int64_t room = stored.blocks - first;
+    if (from + line >= lines || room <= 0) return;
     if (kLength == 32) {
       auto* to = static_cast<uint8_t*>(stored.scale);
-      store_bytes(to + (tile.entry * lines + from + line) * stored.blocks + first, scale,
-                  stored.blocks - first, stored.blocks % kBlocks == 0);
-    } else if (line % p.tile == 0 && first < stored.blocks) {
+      to += (tile.entry * lines + from + line) * stored.blocks + first;
+      if (stored.blocks % 4 == 0) {
+        *reinterpret_cast<uint32_t*>(to) = scales;
+      } else {
+        for (int b = 0; b < 4 && b < room; ++b) to[b] = static_cast<uint8_t>(scales >> (8 * b));
+      }
+    } else if (line % p.tile == 0) {
       const int64_t row = tile.entry * ceil_div(lines, p.tile) + (from + line) / p.tile;
-      static_cast<uint32_t*>(stored.scale)[row * stored.blocks + first] = scale[0];
+      static_cast<uint32_t*>(stored.scale)[row * stored.blocks + first] = scales;
     }
   }
 
@@ -198,21 +204,6 @@ struct Float8Thread {
   JAX_FP4_MEMBER void store_singly(uint8_t* to, uint64_t codes_of, int64_t count) {
     JAX_FP4_ROLLED
     for (int i = 0; i < kPatch && i < count; ++i) to[i] = static_cast<uint8_t>(codes_of >> (8 * i));
-  }
-
-  // The bytes of a line's scales in this tile, of which its row has `room` for. together: they lie
-  // in one word.
-  JAX_FP4_MEMBER void store_bytes(uint8_t* to, const uint32_t bytes[kBlocks], int64_t room,
-                                  bool together) {
-    if (room <= 0) return;
-    if (kBlocks == 4 && together) {
-      *reinterpret_cast<uint32_t*>(to) =
-          bytes[0] | bytes[1 % kBlocks] << 8 | bytes[2 % kBlocks] << 16 | bytes[3 % kBlocks] << 24;
-      return;
-    }
-    JAX_FP4_UNROLL
-    for (int i = 0; i < kBlocks; ++i)
-      if (i < room) to[i] = static_cast<uint8_t>(bytes[i]);
   }
 
   // ---- Shared memory, in pieces ----------------------------------------------------------------

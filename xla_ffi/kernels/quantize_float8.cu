@@ -153,9 +153,12 @@ cudaError_t launch_amax_pass(const Float8Problem& p, cudaStream_t stream) {
 // What is launched early follows a pass of this call, which began when all before it was done.
 template <DType dtype, Float8Codes codes, int kLength>
 cudaError_t launch_tiles(const Float8Problem& p, cudaStream_t stream) {
-  int64_t tiles = tiles_of(p.m) * tiles_of(p.k);
-  if (kLength == 0 && tiles == 0) tiles = 1;  // for what is stored beside no codes
-  const int64_t grid = p.batch * tiles;
+  int64_t down = tiles_of(p.m), across = tiles_of(p.k);
+  if (kLength == 0) {  // also for what is stored beside no codes
+    down = down == 0 ? 1 : down;
+    across = across == 0 ? 1 : across;
+  }
+  const int64_t grid = p.batch * down * across;
   if (grid == 0) return cudaSuccess;
   if (grid > 0x7FFFFFFF) return cudaErrorInvalidValue;
   const auto kernel = quantize_float8<dtype, codes, kLength>;
