@@ -37,6 +37,7 @@ def emulate(tmp_path_factory):
     nvcc = shutil.which(os.environ.get("CUDACXX", "nvcc"))
     if nvcc is None:
         missing("nvcc", "no nvcc (or CUDACXX) is on PATH, which the build of the CUDA extension needs too")
+    assert nvcc is not None  # `missing` does not return
     library = tmp_path_factory.mktemp("emulate") / "emulate_float8.so"
     source = ROOT / "tests" / "cpp" / "emulate_float8.cu"
     done = subprocess.run([nvcc, *FLAGS, HOST, str(source), "-o", str(library)], capture_output=True, text=True)
