@@ -38,7 +38,7 @@ def test_quantizers(extension):
     assert calls(fp4.dequantize, q) == ["jax_fp4_dequantize"] * extension
 
 
-FLOAT8 = {
+FLOAT8: dict[str, dict] = {
     "mxfp8": {},
     "mxfp8_e5m2": dict(block=(32, 32)),
     "float8_block": dict(block=(128, 128)),

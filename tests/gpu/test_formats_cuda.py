@@ -50,7 +50,7 @@ def bits(q):
     return [np.asarray(leaf).view(f"u{leaf.dtype.itemsize}") for leaf in jax.tree.leaves(q)]
 
 
-def settings_of(format, name):
+def settings_of(format, name) -> dict:
     settings = dict(SETTINGS[name])
     if format == "mxfp8" and set(settings) & {"power_of_two", "eps"}:
         pytest.skip("its scales are powers of two anyway")
