@@ -20,7 +20,7 @@ from jax_fp4._modes import Kernel, Needs, Residuals, Scales, is_frozen
 from jax_fp4._products import along_last, matmul, sum_of_groups
 from jax_fp4._recipe import DelayedScaling, Operand, Product, Recipe, RecipeChoice, draws, scaling_of
 from jax_fp4._rules import primals, refuse_perturbed
-from jax_fp4.delayed import DelayedState, check_state, is_used_again, observed, refuse_used_again
+from jax_fp4.delayed import State, check_state, is_used_again, observed, refuse_used_again
 
 
 class Static(NamedTuple):
@@ -42,7 +42,7 @@ def dense(
     *,
     recipe: RecipeChoice | None = None,
     key=None,
-    state: DelayedState | None = None,
+    state: State | None = None,
     preferred_element_type=None,
 ) -> Float[Array, "*b n"]:
     """y = x w + b: x [..., k], kernel [k, n], bias [n] -> y [..., n] in x's dtype, which is the compute dtype.
@@ -148,7 +148,7 @@ def cost_of(x, kernel, bias, seed, group_sizes, state, static: Static) -> Any:
     return _record.cost_of(lambda both, *rest: affine(*both, *rest, static), (x, kernel), *rest)
 
 
-def scales_of(state: DelayedState | None) -> Scales:
+def scales_of(state: State | None) -> Scales:
     return Scales() if state is None else Scales(state.x.scale, state.kernel.scale, state.dy.scale)
 
 

@@ -17,7 +17,7 @@ from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._dense import dense
 from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe
-from jax_fp4.delayed import DelayedState
+from jax_fp4.delayed import State
 
 Axes = Sequence[int]
 DimensionNumbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]  # ((lhs, rhs) contracted, (lhs, rhs) batch)
@@ -100,7 +100,7 @@ def contract(
     *,
     recipe: RecipeChoice | None,
     key=None,
-    state: DelayedState | None = None,
+    state: State | None = None,
     preferred_element_type=None,
 ) -> Float[Array, "..."]:
     """`dense` over any axes: x and kernel as `lax.dot_general` takes them, bias [*batch, *out] or None.

@@ -214,7 +214,7 @@ def dequantize_interleaved(
     )
 
 
-# --- the 8-bit formats: CPU only ---
+# --- the 8-bit formats: on CUDA without group_sizes, and no dequantize ---
 
 
 def quantize_float8(

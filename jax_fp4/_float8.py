@@ -1,5 +1,10 @@
 """quantize, quantize_transpose and dequantize of the 8-bit formats: check the arguments, choose an implementation, call
-it."""
+it.
+
+On CUDA there are kernels for quantize and quantize_transpose of what has no group_sizes. Groups are quantized by the
+specification as XLA's code, and codes are decoded by it everywhere there: it is elementwise, and becomes part of what
+reads the values.
+"""
 
 import functools
 import math
@@ -45,7 +50,7 @@ def quantize(
         _per_tensor(op, name, value, tensor, positive=name == "scale")
         for name, value in (("amax", amax), ("scale", scale))
     ]
-    run = _choose(op, format, implementation, q=replace(q, axis=axes[0]))
+    run = _choose(op, format, implementation, grouped=group_sizes is not None, q=replace(q, axis=axes[0]))
     _note(op, tensor, q, axes, implementation)
     result = run(tensor.x, *given, tensor.group_sizes)
     packed = partial(_packed, tensor=tensor, format=format)
@@ -64,7 +69,8 @@ def dequantize(q: QuantizedTensor, dtype: np.dtype, implementation: Implementati
 
 def _decoded(q: QuantizedTensor, codes, scale, extent: int, dtype: np.dtype, implementation: Implementation):
     tile = 1 if q.block is None else q.block[0]
-    return _choose("dequantize", q.format, implementation, tile=tile, extent=extent, dtype=dtype)(codes, scale)
+    static = dict(tile=tile, extent=extent, dtype=dtype)
+    return _choose("dequantize", q.format, implementation, grouped=bool(q.grouped), **static)(codes, scale)
 
 
 def _stored_matrices(q: QuantizedTensor):
@@ -185,17 +191,25 @@ def _packed(arrays, tensor: Tensor, format: str, q: Float8Quantization) -> Quant
     )
 
 
-def _choose(op: str, format: str, implementation: Implementation, **static):
+def _choose(op: str, format: str, implementation: Implementation, *, grouped: bool, **static):
     check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
-    return _implementation(op, format, implementation, is_strict(), **static)
+    return _implementation(op, format, implementation, is_strict(), grouped, **static)
 
 
 @functools.cache
-def _implementation(op: str, format: str, implementation: Implementation, strict: bool, **static):
-    """The function that runs; on CUDA it is the specification, as XLA's elementwise code."""
+def _implementation(op: str, format: str, implementation: Implementation, strict: bool, grouped: bool, **static):
+    """The function that runs; where CUDA has no kernel, it is the specification, as XLA's code."""
     native, specification = (partial(function, **static) for function in _FUNCTIONS[op])
-    no_cuda = "'cpu' or 'reference'", f"{format} has no CUDA kernel in this version"
-    return native_or_reference(op, native, specification, implementation, strict, no_cuda)
+    return native_or_reference(op, native, specification, implementation, strict, _no_cuda(op, format, grouped))
+
+
+def _no_cuda(op: str, format: str, grouped: bool) -> tuple[str, str] | None:
+    """What implementation="cuda" lacks for the call, and why; None where there is a kernel."""
+    if op == "dequantize":
+        return "'cpu' or 'reference'", f"{format} is decoded by no CUDA kernel in this version"
+    if grouped:
+        return "'cpu' or 'reference'", f"{format} with group_sizes has no CUDA kernel in this version"
+    return ("the CUDA extension", _ffi.cuda_missing) if _ffi.cuda_missing else None
 
 
 # The handler's wrapper and the specification of each op.

@@ -11,7 +11,7 @@ from jax_fp4._arguments import check_group_sizes, float_dtype, key_words
 from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._dense import Static, affine, check_bias, check_kernel, check_padding, check_x, cost_of, kernel_dtype
 from jax_fp4._recipe import RecipeChoice
-from jax_fp4.delayed import DelayedState, check_state, is_used_again
+from jax_fp4.delayed import State, check_state, is_used_again
 
 
 def grouped_dense(
@@ -22,7 +22,7 @@ def grouped_dense(
     *,
     recipe: RecipeChoice | None = None,
     key=None,
-    state: DelayedState | None = None,
+    state: State | None = None,
     preferred_element_type=None,
 ) -> Float[Array, "*b n"]:
     """y = x w + b for each group: x [..., k], kernel [g, k, n], bias [g, n] -> y [..., n] in x's dtype.

@@ -36,9 +36,9 @@ from jax_fp4._ops import Made
 from jax_fp4._products import dots_with_groups, sum_of_groups
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, mode_of
 from jax_fp4._rules import is_kept, is_primal, keep, primals, refuse_perturbed
-from jax_fp4.delayed import DelayedState, check_state, is_used_again, refuse_used_again
+from jax_fp4.delayed import State, check_state, is_used_again, refuse_used_again
 
-States = tuple[DelayedState | None, DelayedState | None]
+States = tuple[State | None, State | None]
 
 
 class Arguments(NamedTuple):

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jax_fp4._dense import dense_as
 from jax_fp4._norm import normalize
 from jax_fp4._recipe import RecipeChoice
-from jax_fp4.delayed import DelayedState
+from jax_fp4.delayed import State
 
 
 def layernorm_dense(
@@ -23,7 +23,7 @@ def layernorm_dense(
     zero_centered_scale: bool = False,
     recipe: RecipeChoice | None = None,
     key=None,
-    state: DelayedState | None = None,
+    state: State | None = None,
     preferred_element_type=None,
 ) -> Float[Array, "*b n"]:
     """y = norm(x) w + b: x [..., k], scale [k], norm_bias [k] or None, kernel [k, n], bias [n] -> y [..., n].

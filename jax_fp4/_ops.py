@@ -262,19 +262,24 @@ def supported(op: str, platform: str) -> Support:
     be; without any, the answer is that for a program lowered here to run on one. Where all are Blackwell's (10.x),
     jax.nn.scaled_matmul multiplies two quantized operands. In programs that XLA partitions its dots remain. The reason
     says "untested" where the process has a GPU of a kind on which nothing here was run: any but Hopper's. ok is for
-    NVFP4; the 8-bit formats have native handlers on the CPU alone, and on CUDA the reason says so.
+    NVFP4; on CUDA the reason says what of the 8-bit formats has kernels too: they are quantized so without groups.
     """
     check_choice("supported", "op", op, OPS, "these are the operations")
     if platform == "cpu":
         dot = "" if op in NATIVE else " with XLA's dot"
         return Support(True, f"native handlers, {_ffi.isa()}{dot}")
     if platform == "cuda" and not _ffi.cuda_missing:
-        native = "the 8-bit formats by XLA's elementwise code"
-        rest = native if op in NATIVE else _products_on_cuda(op.startswith("grouped"))
+        rest = _float8_on_cuda(op) if op in NATIVE else _products_on_cuda(op.startswith("grouped"))
         untested = f"; untested on {gpu}" if (gpu := _ffi.other_gpu()) else ""
         return Support(True, f"native kernels for {_ffi.cuda_archs()}; {rest}{untested}")
     why = _ffi.cuda_missing if platform == "cuda" else f"no kernel for {platform} in this version"
     return Support(False, f"{why}: the traceable reference runs, strict() refuses it")
+
+
+def _float8_on_cuda(op: str) -> str:
+    if op == "dequantize":
+        return "the 8-bit formats by XLA's elementwise code"
+    return "the 8-bit formats too, but those of groups by XLA's code"
 
 
 def _products_on_cuda(grouped: bool) -> str:

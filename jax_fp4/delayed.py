@@ -33,7 +33,7 @@ from jax_fp4.reference_fp8 import Delayed
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DelayedState:
+class State:
     """What one call of a layer remembers: for each operand its last amaxes [*b, length] and the scale [*b] they gave.
 
     *b is () or, of a grouped layer, (g,): every expert is a tensor of its own. `calls` float32 [] is 0; in what is
@@ -46,7 +46,7 @@ class DelayedState:
     calls: Float[Array, ""]
 
 
-def init(recipe: DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
+def init(recipe: DelayedScaling, shape: tuple[int, ...] = ()) -> State:
     """A state without a history, whose scales are 1. shape: (g,) for a layer of g groups.
 
     Raises TypeError for another recipe.
@@ -56,11 +56,11 @@ def init(recipe: DelayedScaling, shape: tuple[int, ...] = ()) -> DelayedState:
         raise TypeError(message("delayed.init", "recipe", repr(recipe), "a DelayedScaling", why, fix))
     empty, one = jnp.zeros((*shape, recipe.amax_history_len), jnp.float32), jnp.ones(shape, jnp.float32)
     x, kernel, dy = (Delayed(jnp.copy(empty), jnp.copy(one)) for _ in range(3))  # copies: steps may donate them
-    return DelayedState(x, kernel, dy, jnp.zeros((), jnp.float32))
+    return State(x, kernel, dy, jnp.zeros((), jnp.float32))
 
 
 def update(states: Any, gradients: Any, *, axis_name: Any = None) -> Any:
-    """The states after a step: `gradients`, what differentiation gave for `states`, a DelayedState or a tree of them.
+    """The states after a step: `gradients`, what differentiation gave for `states`, a State or a tree of them.
 
     A state that the loss did not use stays as it is, and so does each of a stack of states.
     axis_name: inside shard_map, the mesh axes that share the batch; their amaxes become one. (Under jit, arrays are
@@ -82,10 +82,10 @@ def merge(first: Any, second: Any) -> Any:
 
 
 def _each(function, *trees):
-    return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, DelayedState))
+    return jax.tree.map(function, *trees, is_leaf=lambda node: isinstance(node, State))
 
 
-def _updated(state: DelayedState, new: DelayedState) -> DelayedState:
+def _updated(state: State, new: State) -> State:
     if not isinstance(new.calls, Tracer) and (most := np.max(new.calls, initial=0)) > 1:
         given, why = f"used {int(most)} times", "each call sees other values, and the sum of two states is none"
         fix = "delayed.init for each call (and a stack of states under jax.vmap or jax.lax.scan)"
@@ -98,13 +98,13 @@ def _updated(state: DelayedState, new: DelayedState) -> DelayedState:
     return dataclasses.replace(jax.tree.map(pick, state, new), calls=state.calls)
 
 
-def _merged(first: DelayedState, second: DelayedState) -> DelayedState:
+def _merged(first: State, second: State) -> State:
     calls = jnp.maximum(first.calls, second.calls)
     x, kernel, dy = (
         _larger(getattr(first, name), getattr(second, name), first.calls, second.calls)
         for name in ("x", "kernel", "dy")
     )
-    return DelayedState(x, kernel, dy, calls)
+    return State(x, kernel, dy, calls)
 
 
 def _larger(a: Delayed, b: Delayed, a_calls, b_calls) -> Delayed:
@@ -141,13 +141,13 @@ def check_state(op: str, recipe: object, state: object, shape: tuple[int, ...] =
             raise ValueError(message(op, argument, shown, "DelayedScaling", why, fix))
         return
     made = f"jax_fp4.delayed.init(recipe{f', {shape}' if shape else ''})"
-    if not isinstance(state, DelayedState):
+    if not isinstance(state, State):
         why, fix = (
             "DelayedScaling quantizes with the scales it holds",
             f"{argument}={made}, and its gradient (delayed.py)",
         )
         shown = "None" if state is None else f"a {type(state).__name__}"
-        raise (ValueError if state is None else TypeError)(message(op, argument, shown, "a DelayedState", why, fix))
+        raise (ValueError if state is None else TypeError)(message(op, argument, shown, "a State", why, fix))
     need = jax.eval_shape(lambda: init(recipe, shape))
     if jax.tree.map(np.shape, state) != jax.tree.map(np.shape, need):
         shown = f"with histories {state.x.history.shape}, {state.kernel.history.shape}, {state.dy.history.shape}"
@@ -158,7 +158,7 @@ def check_state(op: str, recipe: object, state: object, shape: tuple[int, ...] =
 _seen: weakref.WeakValueDictionary[int, Tracer] = weakref.WeakValueDictionary()
 
 
-def is_used_again(state: DelayedState | None) -> bool:
+def is_used_again(state: State | None) -> bool:
     """Whether this traced state was given to a call before: differentiated, the two would be added up."""
     if state is None or not isinstance(state.calls, Tracer):
         return False

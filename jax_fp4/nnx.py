@@ -34,7 +34,7 @@ from jax_fp4._recipe import HIGH_PRECISION, DelayedScaling, Recipe, RecipeChoice
 
 
 class DelayedState(nnx.Variable):
-    """What DelayedScaling remembers of one product of a layer, a `jax_fp4.delayed.DelayedState`.
+    """What DelayedScaling remembers of one product of a layer, a `jax_fp4.delayed.State`.
 
     No parameter, so optimizers do not see it. Its "gradient" is the state after the step:
 

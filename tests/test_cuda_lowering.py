@@ -39,6 +39,64 @@ def test_quantizers(extension):
     assert calls(fp4.dequantize, q) == ["jax_fp4_dequantize"] * extension
 
 
+FLOAT8: dict[str, dict] = {
+    "mxfp8": {},
+    "mxfp8_e5m2": dict(block=(32, 32)),
+    "float8_block": dict(block=(128, 128)),
+    "float8": dict(amax=np.float32(3)),
+    "float8_e5m2": dict(scale=np.float32(2)),
+}
+
+
+@pytest.mark.parametrize("format", FLOAT8)
+def test_quantizers_of_the_8_bit_formats(extension, format):
+    """Kernels on CUDA for what has no groups; decoding is XLA's."""
+    for function, name in (
+        (lambda x, **how: fp4.quantize(x, format, **how), "jax_fp4_quantize_float8"),
+        (lambda x, **how: fp4.quantize(x, format, axis=0, **how), "jax_fp4_quantize_float8"),
+        (lambda x, **how: fp4.quantize_transpose(x, format, **how), "jax_fp4_quantize_transpose_float8"),
+    ):
+        for how in ({}, FLOAT8[format]):
+            of_x = lambda x, function=function, how=how: function(x, **how)  # noqa: E731
+            assert calls(of_x, X) == [name] * extension
+            assert calls(jax.vmap(lambda x, f=function: f(x)), jnp.ones((3, 32, 64))) == [name] * extension
+            assert calls(of_x, X, platform="cpu") == [name]
+        of_groups = lambda x, function=function: function(x, group_sizes=SIZES)  # noqa: E731
+        assert calls(of_groups, X) == []
+        assert calls(of_groups, X, platform="cpu") == [name]
+    q = fp4.quantize(X, format)
+    assert calls(fp4.dequantize, q) == []
+
+
+def test_8_bit_layers_quantize_in_the_kernels(extension):
+    recipe = fp4.MXFP8BlockScaling("default")
+    loss = lambda w, x: jnp.sum(fp4.dense(x, w, recipe=recipe).astype(jnp.float32))  # noqa: E731
+    found = calls(jax.grad(loss, argnums=(0, 1)), jnp.ones((64, 32)), X)
+    assert set(found) == {"jax_fp4_quantize_transpose_float8"} if extension else not found
+
+
+def test_8_bit_kernels_by_name_and_under_strict(extension):
+    named = lambda x, **how: fp4.quantize(x, "mxfp8", implementation="cuda", **how)  # noqa: E731
+    with fp4.strict():
+        if extension:
+            assert calls(lambda x: fp4.quantize(x, "mxfp8"), X) == ["jax_fp4_quantize_float8"]
+            assert calls(named, X) == ["jax_fp4_quantize_float8"]
+        else:
+            with pytest.raises(fp4.UnsupportedError, match="platform is cuda; needs cpu because"):
+                calls(lambda x: fp4.quantize(x, "mxfp8"), X)
+            with pytest.raises(fp4.UnsupportedError, match="needs the CUDA extension because"):
+                calls(named, X)
+        with pytest.raises(fp4.UnsupportedError, match="platform is cuda; needs cpu because"):
+            calls(lambda x: fp4.quantize(x, "mxfp8", group_sizes=SIZES), X)
+    with pytest.raises(fp4.UnsupportedError, match="mxfp8 with group_sizes has no CUDA kernel"):
+        calls(lambda x: named(x, group_sizes=SIZES), X)
+
+
+def test_supported_says_what_has_kernels(extension):
+    for op, says in (("quantize", "those of groups by XLA's code"), ("dequantize", "8-bit formats by XLA's")):
+        assert (says in fp4.supported(op, "cuda").reason) is extension
+
+
 def test_one_trace_serves_both_platforms(extension):
     traced = jax.jit(fp4.quantize).trace(X)
     for platform, count in (("cuda", int(extension)), ("cpu", 1)):

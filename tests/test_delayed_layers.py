@@ -32,7 +32,7 @@ LINEN = {
 
 
 def is_state(node):
-    return isinstance(node, fp4.delayed.DelayedState)
+    return isinstance(node, fp4.delayed.State)
 
 
 def first(y):
@@ -180,7 +180,7 @@ def test_nnx_states_are_variables_of_their_own(name):
     for count in (1, 2):
         step(model, optimizer, X, *more)
         for state in jax.tree.leaves(
-            nnx.state(model, STATES), is_leaf=lambda n: isinstance(n, fp4.delayed.DelayedState)
+            nnx.state(model, STATES), is_leaf=lambda n: isinstance(n, fp4.delayed.State)
         ):
             for tensor in (state.x, state.kernel, state.dy):
                 filled = (np.asarray(tensor.history) > 0).sum(-1)

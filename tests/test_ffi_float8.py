@@ -11,7 +11,7 @@ import pytest
 from golden_files import golden_files, load
 from grouping import group_sizes
 from hypothesis import example, given
-from installations import called, lowered
+from installations import called, forget, lowered, pretend
 
 import jax_fp4 as fp4
 from jax_fp4 import _ffi, reference_fp8
@@ -230,10 +230,18 @@ QUANTIZED = fp4.quantize(X, "float8_block_e5m2", block=(128, 128))
 every_op = pytest.mark.parametrize("target", OPS)
 
 
+@pytest.fixture
+def no_extension(monkeypatch):
+    """What is lowered for CUDA with the extension is in test_cuda_lowering."""
+    pretend(monkeypatch, None)
+    yield
+    forget()
+
+
 @pytest.mark.core
 @every_op
-def test_the_handler_on_the_cpu_and_the_specification_elsewhere(target):
-    """One call; on CUDA none, until a kernel exists; and a program for both."""
+def test_the_handler_on_the_cpu_and_the_specification_elsewhere(no_extension, target):
+    """One call; on CUDA none; and a program for both."""
     op = OPS[target]
     assert called(lowered(op, X, platform="cpu")) == [target]
     assert called(lowered(op, X, platform="cuda")) == []
@@ -246,7 +254,7 @@ def test_the_handler_on_the_cpu_and_the_specification_elsewhere(target):
 
 
 @every_op
-def test_strict_takes_the_handler(target):
+def test_strict_takes_the_handler(no_extension, target):
     with fp4.strict():
         assert called(lowered(lambda x: OPS[target](x), X, platform="cpu")) == [target]
         with pytest.raises(fp4.UnsupportedError, match=r"platform is cuda; needs cpu because .*strict\(\) forbids"):

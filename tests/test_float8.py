@@ -182,16 +182,23 @@ def test_life_as_a_pytree():
 
 
 def test_implementations():
-    """What runs by itself and the named ones agree; there is none for CUDA."""
+    """What runs by itself and the named ones agree."""
     x = jax.random.normal(KEY, (32, 32))
     q = fp4.quantize(x, "mxfp8")
     for call in (lambda **how: fp4.quantize(x, "mxfp8", **how), lambda **how: fp4.dequantize(q, **how)):
         for implementation in ("cpu", "reference"):
             for got, want in zip(*map(jax.tree.leaves, (call(implementation=implementation), call())), strict=True):
                 np.testing.assert_array_equal(bits(got), bits(want))
-        with pytest.raises(
-            fp4.UnsupportedError, match=r"implementation is 'cuda'; needs 'cpu' or .*mxfp8 has no CUDA kernel"
-        ):
+
+
+def test_what_cuda_has_no_kernel_for_cannot_be_named():
+    x, sizes = jnp.ones((32, 32)), jnp.array([10, 22], jnp.int32)
+    q = fp4.quantize(x, "mxfp8")
+    for call, why in (
+        (lambda **how: fp4.dequantize(q, **how), "mxfp8 is decoded by no CUDA kernel"),
+        (lambda **how: fp4.quantize(x, "mxfp8", group_sizes=sizes, **how), "mxfp8 with group_sizes has no CUDA kernel"),
+    ):
+        with pytest.raises(fp4.UnsupportedError, match=rf"implementation is 'cuda'; needs 'cpu' or .*{why}"):
             call(implementation="cuda")
 
 

@@ -61,7 +61,7 @@ def eye(k: int) -> jax.Array:
 
 
 @functools.cache
-def state_with_history(shape: tuple[int, ...], length: int) -> delayed.DelayedState:
+def state_with_history(shape: tuple[int, ...], length: int) -> delayed.State:
     """Scales that saturate some values of x and of dy and none of w, and that differ between experts."""
     rng = np.random.default_rng(5)
 
@@ -69,7 +69,7 @@ def state_with_history(shape: tuple[int, ...], length: int) -> delayed.DelayedSt
         spread = np.asarray(scale * 1.25 ** np.arange(math.prod(shape)), np.float32).reshape(shape)
         return delayed.Delayed(jnp.asarray(rng.random((*shape, length)).astype(np.float32)), jnp.asarray(spread))
 
-    return delayed.DelayedState(one(200.0), one(61.0), one(30000.0), jnp.zeros((), jnp.float32))
+    return delayed.State(one(200.0), one(61.0), one(30000.0), jnp.zeros((), jnp.float32))
 
 
 class Call(NamedTuple):

@@ -10,6 +10,7 @@
 #include "common_handler.h"
 #include "kernels/dequantize.h"
 #include "kernels/grouped_gemm.h"
+#include "kernels/quantize_float8.h"
 #include "kernels/quantize_transpose.h"
 
 namespace jax_fp4 {

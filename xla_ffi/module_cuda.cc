@@ -8,12 +8,14 @@
 
 namespace nb = nanobind;
 
-extern "C" {  // in cuda_handler.cc and grouped_gemm_handler.cc
+extern "C" {  // in cuda_handler.cc, float8_cuda_handler.cc and grouped_gemm_handler.cc
 XLA_FFI_Error* jax_fp4_cuda_quantize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_quantize_transpose(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_activate_quantize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_activate_quantize_transpose(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_dequantize(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jax_fp4_cuda_quantize_float8(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jax_fp4_cuda_quantize_transpose_float8(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_grouped_matmul(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_grouped_matmul_bf16(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_grouped_contraction(XLA_FFI_CallFrame* frame);
@@ -33,6 +35,8 @@ nb::dict registrations() {
   targets["jax_fp4_activate_quantize_transpose"] =
       capsule(&jax_fp4_cuda_activate_quantize_transpose);
   targets["jax_fp4_dequantize"] = capsule(&jax_fp4_cuda_dequantize);
+  targets["jax_fp4_quantize_float8"] = capsule(&jax_fp4_cuda_quantize_float8);
+  targets["jax_fp4_quantize_transpose_float8"] = capsule(&jax_fp4_cuda_quantize_transpose_float8);
   targets["jax_fp4_grouped_matmul"] = capsule(&jax_fp4_cuda_grouped_matmul);
   targets["jax_fp4_grouped_matmul_bf16"] = capsule(&jax_fp4_cuda_grouped_matmul_bf16);
   targets["jax_fp4_grouped_contraction"] = capsule(&jax_fp4_cuda_grouped_contraction);

@@ -1,4 +1,5 @@
-"""The 8-bit formats on a GPU, where XLA quantizes: the bits of the CPU, and products within the bound of 1.10."""
+"""The 8-bit formats on a GPU, where kernels quantize what has no groups: the bits of the CPU, and products within the
+bound of 1.10."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def bits(q):
     return [np.asarray(leaf).view(f"u{leaf.dtype.itemsize}") for leaf in jax.tree.leaves(q)]
 
 
-def settings_of(format, name):
+def settings_of(format, name) -> dict:
     settings = dict(SETTINGS[name])
     if format == "mxfp8" and set(settings) & {"power_of_two", "eps"}:
         pytest.skip("its scales are powers of two anyway")
@@ -75,6 +76,88 @@ def test_codes_and_scales_are_those_of_the_cpu(gpu, cpu, format, name, dtype):
                 np.testing.assert_array_equal(ours, theirs)
             back = [np.asarray(on(device, lambda q: fp4.dequantize(q, jnp.float32), b)) for device in (gpu, cpu)]
             np.testing.assert_array_equal(*back)
+
+
+def assert_same(gpu, cpu, function, *arguments):
+    """Bits of the CPU's results."""
+    got, want = (on(device, function, *arguments) for device in (gpu, cpu))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for ours, theirs in zip(bits(got), bits(want), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+EXTENTS = (1, 31, 33, 127, 129, 1000)
+
+
+@pytest.mark.parametrize("format", [f + codes for f in FORMATS for codes in ("", "_e5m2")])
+def test_any_extents_in_one_direction_and_in_both(gpu, cpu, format):
+    """One kernel each: columns that are no multiple of 8 are read one by one, and per tensor so written."""
+    shapes = [(m, k) for m in EXTENTS for k in (EXTENTS if m in (33, 129) else (40, 136))]
+    for shape in [*shapes, (0, 40), (40, 0), (0, 0)]:
+        x = awkward(2, *shape) if min(shape) > 0 and shape != (1, 1) else np.ones(shape, np.float32)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            cast = lambda x, dtype=dtype: x.astype(dtype)  # noqa: E731
+            assert_same(gpu, cpu, lambda x, c=cast: fp4.quantize_transpose(c(x), format), x)
+            for axis in (-1, 0):
+                assert_same(gpu, cpu, lambda x, c=cast, a=axis: fp4.quantize(c(x), format, axis=a), x)
+
+
+@pytest.mark.parametrize("name", ["plain", "tiles"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_batches(gpu, cpu, format, name):
+    settings = settings_of(format, name)
+    x = awkward(3, 5, 2 * 70 * 136).reshape(5, 2, 70, 136)
+    assert_same(gpu, cpu, lambda x: fp4.quantize_transpose(x, format, batch_dims=2, **settings), x)
+    assert_same(gpu, cpu, jax.vmap(lambda x: fp4.quantize(x, format, axis=0, batch_dims=1, **settings)), x)
+    none = np.ones((0, 70, 136), np.float32)
+    assert_same(gpu, cpu, lambda x: fp4.quantize_transpose(x, format, batch_dims=1, **settings), none)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_quantized_is_x_in_the_compute_dtype(gpu, cpu, format, x_dtype, dtype):
+    for shape in ((70, 136), (70, 135)):
+        x = np.asarray(jnp.asarray(np.clip(awkward(4, *shape), -6e4, 6e4)).astype(x_dtype))
+        assert_same(gpu, cpu, lambda x: fp4.quantize_transpose(x, format, dtype=dtype), x)
+
+
+@pytest.mark.parametrize("shape", [(3, 70, 136), (3, 70, 131), (3, 0, 1000), (3, 1000, 0)], ids=str)
+@pytest.mark.parametrize("name", ["amax", "scale"])
+@pytest.mark.parametrize("format", ["float8", "float8_e5m2"])
+def test_given_amaxes_and_scales(gpu, cpu, format, name, shape):
+    """Under a scale the amax is that of x, found on the way."""
+    x = awkward(5, 3, shape[1] * shape[2]).reshape(shape) if 0 not in shape else np.ones(shape, np.float32)
+    for given in ([1.0, 3.7, 1e-3], [448.0, 2.0**-130, 3e38], [0.0, np.inf, np.nan]):
+        if name == "scale" and not np.all(np.isfinite(given) & (np.array(given) > 0)):
+            continue
+        given = np.array(given, np.float32)
+        call = lambda x, given: fp4.quantize_transpose(x, format, batch_dims=1, **{name: given})  # noqa: E731
+        assert_same(gpu, cpu, call, x, given)
+        for axis in (-1, 0):
+            alone = lambda x, given, a=axis: fp4.quantize(x, format, axis=a, batch_dims=1, **{name: given})  # noqa: E731
+            assert_same(gpu, cpu, alone, x, given)
+
+
+@pytest.mark.parametrize("codes", ["", "_e5m2"])
+def test_every_code_of_the_conversion(gpu, cpu, codes):
+    """Under scale 1 codes are the conversion itself, an instruction where there is one: all bfloat16 and float16, and
+    float32 of each exponent and sign with the bits that rounding looks at, and random ones."""
+    scale = np.float32(1)
+    every = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
+    rest = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    near = ((every.astype(np.uint32) << 16)[..., None] | rest).reshape(256, -1).view(np.float32)
+    some = np.random.default_rng(6).integers(0, 1 << 32, (1024, 4096), np.uint32).view(np.float32)
+    for x in (every.view(jnp.bfloat16), every.view(np.float16), near, some):
+        assert_same(gpu, cpu, lambda x: fp4.quantize_transpose(x, "float8" + codes, scale=scale), x)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_calls_in_a_loop_reuse_their_memory(gpu, cpu, format):
+    """The amax starts anew in each, also where XLA replays a graph."""
+    x = np.abs(awkward(7, 64, 136))[3:]
+    step = lambda i, x: fp4.dequantize(fp4.quantize(x * 0.5, format), jnp.float32)  # noqa: E731
+    assert_same(gpu, cpu, lambda x: jax.lax.fori_loop(0, 6, step, x), x)
 
 
 @pytest.mark.parametrize("format", FORMATS)
