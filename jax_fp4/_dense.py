@@ -19,7 +19,7 @@ from jax_fp4._errors import is_strict, message
 from jax_fp4._modes import Kernel, Needs, Residuals, Scales, is_frozen
 from jax_fp4._products import along_last, matmul, sum_of_groups
 from jax_fp4._recipe import DelayedScaling, Operand, Product, Recipe, RecipeChoice, draws, scaling_of
-from jax_fp4._rules import primals, refuse_perturbed
+from jax_fp4._rules import is_kept, is_perturbed, keep, primals, refuse_perturbed
 from jax_fp4.delayed import State, check_state, is_used_again, observed, refuse_used_again
 
 
@@ -74,7 +74,8 @@ def dense_as(
     if preferred_element_type is not None:
         y_dtype = float_dtype(op, "preferred_element_type", preferred_element_type, "y is written in it")
     check_state(op, chosen, state)
-    event = _record.LayerEvent(_record.path(), op, x.shape, (k, n), chosen, chosen_by(op, recipe))
+    reason, frozen = chosen_by(op, recipe), frozen_format(kernel)
+    event = _record.LayerEvent(_record.path(), op, x.shape, (k, n), chosen, reason, frozen=frozen)
     if chosen is None:
         _record.record(event)
         return _high_precision(x, kernel, bias, y_dtype)
@@ -102,9 +103,9 @@ def _affine_fwd(x: Any, kernel: Any, bias, seed, group_sizes, state, static: Sta
     """Residuals for what is differentiated, and the errors that only differentiation can make."""
     if is_frozen(kernel):
         refuse_perturbed(static.op, "kernel", kernel)
-    if static.used_again and state.calls.perturbed:
+    if static.used_again and is_perturbed(state):
         refuse_used_again(static.op)
-    needs = Needs(x.perturbed, not is_frozen(kernel) and kernel.perturbed)
+    needs, wanted = Needs(x.perturbed, not is_frozen(kernel) and kernel.perturbed), is_perturbed(state)
     x, kernel, bias, seed, group_sizes, state = primals((x, kernel, bias, seed, group_sizes, state))
     recipe = static.recipe
     if any(needs):
@@ -113,18 +114,18 @@ def _affine_fwd(x: Any, kernel: Any, bias, seed, group_sizes, state, static: Sta
         _modes.require_along_n(static.op, "kernel", kernel, recipe)
     qx, qw = _modes.operands(x, kernel, recipe, needs, group_sizes, scales=scales_of(state))
     y = _modes.multiply(qx, qw, static.y_dtype, group_sizes, compute=static.dtype, bias=bias)
-    state = seen_forward(state, recipe, qx.forward, None if is_frozen(kernel) else qw.forward)
-    return y, (_modes.residuals(x, kernel, seed, qx, qw, recipe, needs, group_sizes), group_sizes, state)
+    seen = seen_forward(state, recipe, qx.forward, None if is_frozen(kernel) else qw.forward)
+    kept = keep_state(seen, wanted), scales_of(state).dy
+    return y, (_modes.residuals(x, kernel, seed, qx, qw, recipe, needs, group_sizes), group_sizes, kept)
 
 
 def _affine_bwd(static: Static, residuals: tuple[Residuals, Any, Any], dy):
-    kept, group_sizes, state = residuals
+    kept, group_sizes, (state, scale) = residuals
     if isinstance(dy, SymbolicZero):
         return (None,) * 6
     dtypes = static.dtype, static.kernel_dtype
     # y may be wider than the compute dtype
-    narrow, scale = dy.astype(static.dtype), scales_of(state).dy
-    dx, dw, amax = _modes.gradients(narrow, kept, static.recipe, dtypes, group_sizes, scale)
+    dx, dw, amax = _modes.gradients(dy.astype(static.dtype), kept, static.recipe, dtypes, group_sizes, scale)
     db = None
     if static.bias_dtype is not None:
         db = sum_of_groups(dy, group_sizes).astype(static.bias_dtype)
@@ -139,10 +140,10 @@ SOME_SEED = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
 
 def cost_of(x, kernel, bias, seed, group_sizes, state, static: Static) -> Any:
-    """What `affine` takes, for the report; None for what cannot be differentiated."""
-    if not _modes.has_along_n(kernel, static.recipe):
-        return None
+    """What `affine` takes, for the report: only evaluated, where it cannot be differentiated."""
     rest = bias, SOME_SEED if seed is None else seed, group_sizes, state
+    if not _modes.has_along_n(kernel, static.recipe):
+        return _record.cost_of(lambda _, *arguments: affine(*arguments, static), (), x, kernel, *rest)
     if is_frozen(kernel):
         return _record.cost_of(lambda x, *rest: affine(x, *rest, static), x, kernel, *rest)
     return _record.cost_of(lambda both, *rest: affine(*both, *rest, static), (x, kernel), *rest)
@@ -150,6 +151,11 @@ def cost_of(x, kernel, bias, seed, group_sizes, state, static: Static) -> Any:
 
 def scales_of(state: State | None) -> Scales:
     return Scales() if state is None else Scales(state.x.scale, state.kernel.scale, state.dy.scale)
+
+
+def keep_state(state: Any, wanted: bool) -> Any:
+    """As a residual: nothing where nobody differentiates it."""
+    return None if state is None else keep(state if wanted else None, lambda: state)
 
 
 def seen_forward(state: Any, recipe: Recipe | None, qx: Any, qw: Any) -> Any:
@@ -163,7 +169,7 @@ def seen_forward(state: Any, recipe: Recipe | None, qx: Any, qw: Any) -> Any:
 
 def seen_backward(state: Any, recipe: Recipe | None, amax: Any) -> Any:
     """And after what the backward quantized: the cotangent of the state that the forward was given."""
-    if state is None:
+    if state is None or not is_kept(state):
         return None
     assert isinstance(recipe, DelayedScaling)
     state = dataclasses.replace(state, dy=observed(state.dy, recipe, "dy", amax))
@@ -198,6 +204,11 @@ def _high_precision(x, kernel, bias, y_dtype):
     else:
         y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=y_dtype)
     return y if bias is None else y + along_last(bias.astype(y_dtype), y.ndim)
+
+
+def frozen_format(kernel: Any) -> str:
+    """For the report: "" for a kernel that is an array."""
+    return _modes.along_k(kernel).format if is_frozen(kernel) else ""
 
 
 def kernel_dtype(kernel: Any):

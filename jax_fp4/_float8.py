@@ -30,7 +30,7 @@ from jax_fp4._formats import (
     stored,
 )
 from jax_fp4._lowering import IMPLEMENTATIONS, Implementation, native_or_reference
-from jax_fp4._recipe import check_choice
+from jax_fp4._recipe import check_choice, check_eps
 
 Axes = tuple[Literal[-1, 0], ...]
 
@@ -120,8 +120,7 @@ def _quantization(
     blocks = (None,) if length is None else (None, (1, length), (length, length))
     check_choice(op, "block", block, blocks, f"these share a scale in {format}, and None is the first of them")
     check_choice(op, "power_of_two", power_of_two, (None, False, True), "it is a switch, None the format's default")
-    if isinstance(eps, bool) or not isinstance(eps, float | int) or not 0 <= eps < math.inf:
-        raise ValueError(message(op, "eps", repr(eps), "a finite number >= 0", "it is the least amax", "eps=0.0"))
+    check_eps(op, eps)
     if scaling == "mxfp8" and (power_of_two is not None or eps):
         name, shown = ("eps", eps) if power_of_two is None else ("power_of_two", power_of_two)
         why = "E8M0 scales are powers of two, and follow from the block alone"

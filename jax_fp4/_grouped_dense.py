@@ -9,7 +9,17 @@ from jaxtyping import Array, Float
 from jax_fp4 import _record
 from jax_fp4._arguments import check_group_sizes, float_dtype, key_words
 from jax_fp4._choosing import chosen_by, resolve
-from jax_fp4._dense import Static, affine, check_bias, check_kernel, check_padding, check_x, cost_of, kernel_dtype
+from jax_fp4._dense import (
+    Static,
+    affine,
+    check_bias,
+    check_kernel,
+    check_padding,
+    check_x,
+    cost_of,
+    frozen_format,
+    kernel_dtype,
+)
 from jax_fp4._recipe import RecipeChoice
 from jax_fp4.delayed import State, check_state, is_used_again
 
@@ -44,7 +54,8 @@ def grouped_dense(
     g, k, n = shape = check_kernel(op, "kernel", kernel, f"x {x.shape}", x.shape[-1], grouped=True)
     check_bias(op, "bias", bias, shape)
     check_group_sizes(op, group_sizes, g)
-    event = _record.LayerEvent(_record.path(), op, x.shape, shape, chosen, chosen_by(op, recipe))
+    reason, frozen = chosen_by(op, recipe), frozen_format(kernel)
+    event = _record.LayerEvent(_record.path(), op, x.shape, shape, chosen, reason, frozen=frozen)
     check_state(op, chosen, state, (g,))
     check_padding(op, chosen, k, n)
     y_dtype = x.dtype

@@ -24,6 +24,8 @@ from jax_fp4._dense import (
     check_kernel,
     check_padding,
     check_x,
+    frozen_format,
+    keep_state,
     kernel_dtype,
     require_key,
     scales_of,
@@ -35,7 +37,7 @@ from jax_fp4._modes import Needs, Residuals, is_frozen
 from jax_fp4._ops import Made
 from jax_fp4._products import dots_with_groups, sum_of_groups
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, mode_of
-from jax_fp4._rules import is_kept, is_primal, keep, primals, refuse_perturbed
+from jax_fp4._rules import is_kept, is_perturbed, keep, primals, refuse_perturbed
 from jax_fp4.delayed import State, check_state, is_used_again, refuse_used_again
 
 States = tuple[State | None, State | None]
@@ -74,6 +76,7 @@ class Kept(NamedTuple):
     probs: Any
     group_sizes: Any
     states: tuple[Any, Any]  # of delayed scaling, after what the forward quantized
+    scales: tuple[Any, Any]  # what the two gradients of results are multiplied by under it
 
 
 def recipe_of_second(recipe: RecipeChoice | None, out_recipe: RecipeChoice | None) -> RecipeChoice | None:
@@ -173,12 +176,12 @@ def mlp_as(
     dtypes = tuple(None if a is None else kernel_dtype(a) for a in arguments)
     static = Static(op, (first, second), act, x.dtype, dtypes, any(map(is_used_again, states)))
     cost = _cost_of(arguments, seeds, group_sizes, states, static)
-    for chosen, given, kernel_shape, whole in (
-        (first, recipe, in_shape, cost),
-        (second, recipe_of_second(recipe, out_recipe), shape, None),
+    for chosen, given, kernel, kernel_shape, whole in (
+        (first, recipe, w_in, in_shape, cost),
+        (second, recipe_of_second(recipe, out_recipe), w_out, shape, None),
     ):
-        shapes = (*x.shape[:-1], kernel_shape[-2]), kernel_shape
-        _record.record(_record.LayerEvent(_record.path(), op, *shapes, chosen, chosen_by(op, given), whole))
+        shapes, frozen = ((*x.shape[:-1], kernel_shape[-2]), kernel_shape), frozen_format(kernel)
+        _record.record(_record.LayerEvent(_record.path(), op, *shapes, chosen, chosen_by(op, given), whole, frozen))
     y: Any = _mlp(arguments, seeds, group_sizes, states, static)
     return y.reshape(*x.shape[:-1], shape[-1])
 
@@ -219,11 +222,11 @@ def check_states(op: str, recipes: tuple[Recipe | None, Recipe | None], state, g
 
 
 def _cost_of(arguments: Arguments, seeds, group_sizes, states, static: Static):
-    """What `_mlp` takes, for the report; None for what cannot be differentiated."""
+    """What `_mlp` takes, for the report: only evaluated, where it cannot be differentiated."""
     kernels = zip((arguments.w_in, arguments.w_out), static.recipes, strict=True)
-    if not all(_modes.has_along_n(kernel, recipe) for kernel, recipe in kernels):
-        return None
     free = {name: a for name, a in arguments._asdict().items() if a is not None and not is_frozen(a)}
+    if not all(_modes.has_along_n(kernel, recipe) for kernel, recipe in kernels):
+        free = {}
 
     def call(free, rest, *more):
         return _mlp(rest._replace(**free), *more, static)
@@ -243,7 +246,8 @@ def _mlp_fwd(arguments: Any, seeds, group_sizes, states, static: Static):
         if is_frozen(kernel):
             refuse_perturbed(static.op, name, kernel)
     perturbed = Arguments(*(a is not None and not is_frozen(a) and a.perturbed for a in arguments))
-    if static.used_again and any(leaf.perturbed for leaf in jax.tree.leaves(states, is_leaf=is_primal)):
+    wanted = [is_perturbed(state) for state in states]
+    if static.used_again and any(wanted):
         refuse_used_again(static.op)
     arguments, seeds, group_sizes, states = primals((arguments, seeds, group_sizes, states))
     before = perturbed.x or perturbed.w_in or perturbed.b_in  # whatever the first product depends on
@@ -255,6 +259,7 @@ def _mlp_fwd(arguments: Any, seeds, group_sizes, states, static: Static):
         if needed.x:
             _modes.require_along_n(static.op, name, kernel, recipe)
     y, kept = _forward(arguments, seeds, group_sizes, states, static, *needs)
+    kept = kept._replace(states=tuple(map(keep_state, kept.states, wanted)))
     return y, kept._replace(b_out=keep(kept.b_out if perturbed.probs else None, lambda: kept.b_out))
 
 
@@ -284,7 +289,17 @@ def _forward(arguments: Arguments, seeds, group_sizes, states, static: Static, n
     if mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT:
         second = second._replace(x=keep(None, lambda: a))
     h = keep(h if needs_out.x or remake else None, lambda: h)
-    return y, Kept(first, second, h, jnp.zeros(int(remake)), b_out, probs, group_sizes, (state, out_state))
+    return y, Kept(
+        first,
+        second,
+        h,
+        jnp.zeros(int(remake)),
+        b_out,
+        probs,
+        group_sizes,
+        (state, out_state),
+        tuple(scales_of(s).dy for s in states),
+    )
 
 
 def _mlp_bwd(static: Static, kept: Kept, dy):
@@ -295,9 +310,8 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
     if kept.remake.size:
         a = _weighted(static.activation(kept.h.astype(jnp.float32)), probs).astype(dtype)
         second = second._replace(x=a)
-    state, out_state = kept.states
-    scale = scales_of(out_state).dy
-    da, dw_out, amax = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes, scale)
+    (state, out_state), (scale, out_scale) = kept.states, kept.scales
+    da, dw_out, amax = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes, out_scale)
     out_state = seen_backward(out_state, out_recipe, amax)
     db_out = None if b_out is None else sum_of_groups(_weighted(dy, probs), sizes).astype(dtypes.b_out)
     if da is None:
@@ -312,7 +326,6 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
             d_probs += dots_with_groups(dy, b_out, sizes)
         d_probs = d_probs.astype(probs.dtype)
     dh = pull(_weighted(da.astype(jnp.float32), probs))[0].astype(dtype)
-    scale = scales_of(state).dy
     dx, dw_in, amax = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes, scale)
     db_in = None if dtypes.b_in is None else sum_of_groups(dh, sizes).astype(dtypes.b_in)
     states = seen_backward(state, recipe, amax), out_state

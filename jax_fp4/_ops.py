@@ -91,7 +91,7 @@ def quantize(
     or UnsupportedError for what is not described here.
     """
     op = "quantize"
-    if format in FLOAT8_FORMATS:
+    if isinstance(format, str) and format in FLOAT8_FORMATS:
         check_choice(op, "axis", axis, (-1, 0), "blocks run along the last axis, or along the rows before it")
         flags = dict(row_scaled=row_scaled, hadamard=hadamard, key=key, four_over_six=four_over_six)
         return _float8.quantize(
@@ -143,7 +143,7 @@ def quantize_transpose(
     row_scaled need because their two maxima differ. The rest as in `quantize`.
     """
     op = "quantize_transpose"
-    if format in FLOAT8_FORMATS:
+    if isinstance(format, str) and format in FLOAT8_FORMATS:
         flags = dict(row_scaled=row_scaled, hadamard=hadamard, key=key, four_over_six=four_over_six)
         row, column = _float8.quantize(
             op, x, format, (-1, 0), block, only_nvfp4=flags, power_of_two=power_of_two, eps=eps, amax=amax, scale=scale,

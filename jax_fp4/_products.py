@@ -307,7 +307,8 @@ def _forms_on_hopper(lhs, rhs, bias, weights, group_sizes, static: _Static):
     if not scaled:
         return y
     group = _groups.group_of_rows(group_sizes, y.shape[0])
-    row = _groups.of_group(jnp.swapaxes(tensor_factor(rhs), -1, -2)[:, 0], group, 0)
+    row = tensor_factor(rhs)[..., 0]
+    row = _groups.of_group(jnp.broadcast_to(row, (group_sizes.shape[0], row.shape[1])), group, 0)
     if bias is not None:
         bias = _groups.of_group(bias, group, 0)
         bias = bias if weights is None else weights[:, None] * bias

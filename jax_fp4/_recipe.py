@@ -1,7 +1,6 @@
 """Recipes: frozen, hashable statements of how a layer quantizes. Static under jit."""
 
 import enum
-import math
 import os
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
@@ -9,6 +8,7 @@ from typing import Any, Final, Literal
 from jax_fp4._errors import message
 from jax_fp4._formats import BLOCK, FLOAT8_BLOCKS, FLOAT8_FORMATS, FOUR_OVER_SIX_BOUNDS
 
+LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 BACKWARD_MODE_VARIABLE = "JAX_FP4_BACKWARD_MODE"
 
 
@@ -209,9 +209,10 @@ def _check_fp8(op: str, fp8_format: str) -> None:
     check_choice(op, "fp8_format", fp8_format, ("E4M3", "HYBRID"), because)
 
 
-def _check_eps(op: str, eps: float) -> None:
-    if isinstance(eps, bool) or not isinstance(eps, float | int) or not 0 <= eps < math.inf:
-        raise ValueError(message(op, "eps", repr(eps), "a finite number >= 0", "it is the least amax", "eps=0.0"))
+def check_eps(op: str, eps: float) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, float | int) or not 0 <= eps <= LARGEST_FLOAT32:
+        needs = "a number >= 0, finite in float32"
+        raise ValueError(message(op, "eps", repr(eps), needs, "it is the least amax", "eps=0.0"))
 
 
 def _format(scaling: str, operand: Operand, fp8_format: Fp8Format) -> str:
@@ -265,7 +266,7 @@ class Float8CurrentScaling(_OneRecipe):
         op = self._set_mode()
         _check_fp8(op, self.fp8_format)
         check_choice(op, "power_of_two", self.power_of_two, (False, True), "it is a switch")
-        _check_eps(op, self.eps)
+        check_eps(op, self.eps)
 
     def scaling(self, operand: Operand) -> Scaling:
         return Scaling(_format("float8", operand, self.fp8_format), power_of_two=self.power_of_two, eps=self.eps)
@@ -294,7 +295,7 @@ class Float8BlockScaling(_OneRecipe):
         _check_fp8(op, self.fp8_format)
         for name in ("power_of_two", "two_dimensional_weights"):
             check_choice(op, name, getattr(self, name), (True, False), "it is a switch")
-        _check_eps(op, self.eps)
+        check_eps(op, self.eps)
 
     def scaling(self, operand: Operand) -> Scaling:
         length = FLOAT8_BLOCKS["float8_block"]
@@ -323,19 +324,23 @@ class DelayedScaling(_OneRecipe):
 
     def __post_init__(self):
         op = type(self).__name__
-        argument = "backward_mode" if self.backward_mode is not None else BACKWARD_MODE_VARIABLE
+        argument = "backward_mode"
+        if self.backward_mode is None:
+            argument = f"environment variable {BACKWARD_MODE_VARIABLE}"
         self._set_mode()
         if self.mode is not BackwardMode.DEFAULT:
             why = "its scale of dy comes from the dy of earlier steps, which only that mode quantizes"
-            fix = "Float8CurrentScaling, which has all modes"
+            fix = "backward_mode='default', or Float8CurrentScaling, which has all modes"
             raise ValueError(message(op, argument, repr(self.mode.value), "'default'", why, fix))
         _check_fp8(op, self.fp8_format)
         check_choice(op, "amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"), "these are known")
-        for name, least in (("amax_history_len", 1), ("margin", 0)):
+        for name, least, most, why, fix in (
+            ("amax_history_len", 2, 2**20, "one position is for the newest amax", "amax_compute_algo='most_recent'"),
+            ("margin", 0, 100, "the scale is divided by 2 to its power", "margin=0"),
+        ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 2**20:
-                need, fix = f"a whole number, {least} to 2^20", f"{name}={getattr(type(self), name)}"
-                raise ValueError(message(op, name, repr(value), need, "it counts", fix))
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ValueError(message(op, name, repr(value), f"a whole number, {least} to {most}", why, fix))
 
     def scaling(self, operand: Operand) -> Scaling:
         return Scaling(_format("float8", operand, self.fp8_format))
@@ -379,8 +384,9 @@ class CustomRecipe:
                     shown, why = "'dequant' beside forward=HIGH_PRECISION", "the forward has no quantized operand"
                     raise ValueError(message(op, f"{name}.backward_mode", shown, "'default'", why, "HIGH_PRECISION"))
         elif self.forward.mode not in (BackwardMode.DEFAULT, *modes.values()):
-            shown, why = repr(self.forward.mode.value), "the modes of dgrad and wgrad decide"
-            raise ValueError(message(op, "forward.backward_mode", shown, "'default'", why, "it in dgrad and wgrad"))
+            shown = f"{self.forward.mode.value!r} (given, or from {BACKWARD_MODE_VARIABLE})"
+            why, fix = "the modes of dgrad and wgrad decide, and they differ", "backward_mode='default' of forward"
+            raise ValueError(message(op, "forward.backward_mode", shown, "'default'", why, fix))
 
 
 def _check_part(op: str, name: str, part: object) -> None:

@@ -19,6 +19,7 @@ class LayerEvent(NamedTuple):
     recipe: object | None
     reason: str  # what chose the recipe, or why there is none
     cost: "Callable[[], Cost] | None" = None
+    frozen: str = ""  # the format of a kernel that came quantized
 
 
 class CallEvent(NamedTuple):

@@ -15,6 +15,11 @@ def is_primal(leaf) -> bool:
     return hasattr(leaf, "perturbed")
 
 
+def is_perturbed(tree: Any) -> bool:
+    """In a forward rule: whether any leaf is differentiated."""
+    return any(leaf.perturbed for leaf in jax.tree.leaves(tree, is_leaf=is_primal))
+
+
 def primals(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.value, tree, is_leaf=is_primal)
 
@@ -36,7 +41,13 @@ def keep(part: Any, shape_of: Callable[[], Any]) -> Any:
     if part is not None:
         return part
     with _record.paused():
-        return jax.tree.map(lambda leaf: jnp.zeros(0, leaf.dtype), jax.eval_shape(shape_of))
+        return jax.tree.map(_empty, jax.eval_shape(shape_of))
+
+
+def _empty(leaf) -> Any:
+    # 8-bit floats from bytes: E8M0 has no zero, and of none of them jax_debug_nans would still complain.
+    small = jnp.zeros(0, jnp.uint8 if leaf.dtype.itemsize == 1 else leaf.dtype)
+    return jax.lax.bitcast_convert_type(small, leaf.dtype) if leaf.dtype.itemsize == 1 else small
 
 
 def is_kept(part: Any) -> bool:

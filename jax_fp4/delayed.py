@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from jax_fp4 import reference_fp8
 from jax_fp4._errors import message
 from jax_fp4._formats import E4M3_MAX, E5M2_MAX, FLOAT8_FORMATS
-from jax_fp4._minifloat import magnitude_bits
+from jax_fp4._minifloat import NAN, magnitude_bits
 from jax_fp4._recipe import DelayedScaling, Operand
 from jax_fp4.reference_fp8 import Delayed
 
@@ -63,15 +63,13 @@ def update(states: Any, gradients: Any, *, axis_name: Any = None) -> Any:
     """The states after a step: `gradients`, what differentiation gave for `states`, a State or a tree of them.
 
     A state that the loss did not use stays as it is, and so does each of a stack of states.
-    axis_name: inside shard_map, the mesh axes that share the batch; their amaxes become one. (Under jit, arrays are
-    whole: their amaxes are too.)
+    axis_name: inside shard_map (check_vma=False), the mesh axes that share the batch; their amaxes become one. (Under
+    jit, arrays are whole: their amaxes are too.)
     Raises ValueError where a state was used more than once, since the sum of two states is none; where that is only
     known at run time, the new scales are NaN.
     """
     if axis_name is not None:
-        stacked = jax.tree.map(lambda a: jax.lax.all_gather(a, axis_name).reshape(-1, *a.shape), gradients)
-        count = jax.tree.leaves(stacked)[0].shape[0]
-        gradients = functools.reduce(merge, [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(count)])
+        gradients = _each(functools.partial(_merged_over, axis_name=axis_name), gradients)
     return _each(_updated, states, gradients)
 
 
@@ -90,12 +88,20 @@ def _updated(state: State, new: State) -> State:
         given, why = f"used {int(most)} times", "each call sees other values, and the sum of two states is none"
         fix = "delayed.init for each call (and a stack of states under jax.vmap or jax.lax.scan)"
         raise ValueError(message("delayed.update", "a state", given, "one call", why, fix))
+    if (shapes := jax.tree.map(np.shape, state)) != jax.tree.map(np.shape, new):
+        shown, why = f"with the history {np.shape(new.x.history)}", "it is the state after the step"
+        fix = "what jax.grad gave for this state"
+        raise ValueError(message("delayed.update", "gradients", shown, f"{shapes.x.history}", why, fix))
 
-    def pick(old, now):
-        calls = _along(new.calls, now)
-        return jnp.where(calls == 1, now, jnp.where(calls == 0, old, jnp.nan))
-
+    pick = functools.partial(_pick, new.calls)
     return dataclasses.replace(jax.tree.map(pick, state, new), calls=state.calls)
+
+
+@jax.jit  # where the NaN that says so is no constant that jax_debug_nans would complain of
+def _pick(calls, old, now):
+    """The part of a state that was given to one call, or to none; NaN if to more."""
+    calls = _along(calls, now)
+    return jnp.where(calls == 1, now, jnp.where(calls == 0, old, NAN))
 
 
 def _merged(first: State, second: State) -> State:
@@ -105,6 +111,22 @@ def _merged(first: State, second: State) -> State:
         for name in ("x", "kernel", "dy")
     )
     return State(x, kernel, dy, calls)
+
+
+def _merged_over(state: State, axis_name) -> State:
+    """`merge` of the states of all devices along the axes: that of the device which saw the largest amax."""
+    index = jax.lax.axis_index(axis_name)
+
+    def of(part: Delayed) -> Delayed:
+        newest = magnitude_bits(part.history[..., -1]).astype(jnp.int32)
+        newest = jnp.where(_along(state.calls, newest) > 0, newest, -1)
+        largest = newest == jax.lax.pmax(newest, axis_name)
+        first = jax.lax.pmin(jnp.where(largest, index, jnp.iinfo(jnp.int32).max), axis_name)
+        mine = index == first
+        scale = jax.lax.psum(jnp.where(mine, part.scale, 0), axis_name)
+        return Delayed(jax.lax.psum(jnp.where(mine[..., None], part.history, 0), axis_name), scale)
+
+    return State(of(state.x), of(state.kernel), of(state.dy), jax.lax.pmax(state.calls, axis_name))
 
 
 def _larger(a: Delayed, b: Delayed, a_calls, b_calls) -> Delayed:
@@ -117,7 +139,7 @@ def _larger(a: Delayed, b: Delayed, a_calls, b_calls) -> Delayed:
 
 def _along(calls, array):
     """The calls of each state of a stack, [*s], beside what each has, [*s, ...]."""
-    return calls.reshape(*calls.shape, *[1] * (array.ndim - calls.ndim))
+    return jnp.reshape(calls, (*np.shape(calls), *[1] * (np.ndim(array) - np.ndim(calls))))
 
 
 # --- for the layers ---
@@ -147,12 +169,14 @@ def check_state(op: str, recipe: object, state: object, shape: tuple[int, ...] =
             f"{argument}={made}, and its gradient (delayed.py)",
         )
         shown = "None" if state is None else f"a {type(state).__name__}"
-        raise (ValueError if state is None else TypeError)(message(op, argument, shown, "a State", why, fix))
+        raise (ValueError if state is None else TypeError)(message(op, argument, shown, "a delayed.State", why, fix))
     need = jax.eval_shape(lambda: init(recipe, shape))
-    if jax.tree.map(np.shape, state) != jax.tree.map(np.shape, need):
-        shown = f"with histories {state.x.history.shape}, {state.kernel.history.shape}, {state.dy.history.shape}"
+    kinds = [jax.tree.map(lambda a: (np.shape(a), np.dtype(a.dtype)), each) for each in (state, need)]
+    if kinds[0] != kinds[1]:
+        histories = ", ".join(str(part.history.shape) for part in (state.x, state.kernel, state.dy))
+        shown = f"{state.x.scale.dtype} with histories {histories}"
         why = "each tensor (or expert) has amax_history_len amaxes"
-        raise ValueError(message(op, argument, shown, f"{need.x.history.shape}", why, made))
+        raise ValueError(message(op, argument, shown, f"float32 {need.x.history.shape}", why, made))
 
 
 _seen: weakref.WeakValueDictionary[int, Tracer] = weakref.WeakValueDictionary()
@@ -169,5 +193,6 @@ def is_used_again(state: State | None) -> bool:
 
 
 def refuse_used_again(op: str) -> None:
-    why, fix = "its gradient is the next state, and two cannot be added", "delayed.init for each call"
+    why = "its gradient is the next state, and two cannot be added"
+    fix = "a layer, or delayed.init, for each call; under lax.cond the state as an operand of the branches"
     raise ValueError(message(op, "state", "that an earlier call was given", "a state of its own", why, fix))

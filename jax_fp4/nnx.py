@@ -532,8 +532,9 @@ def _install(layer: Any, place: Place, rngs: nnx.Rngs | None) -> None:
         return
     earlier = layer.place.rule if layer.place is not None else None
     own = layer.recipe is not None and (earlier is None or layer.recipe != earlier[1])
-    if not own:
-        layer.recipe = None if place.rule is None else place.rule[1]
+    chosen = None if place.rule is None else place.rule[1]
+    if not own and layer.recipe != chosen:
+        layer.recipe = chosen
         _add_states(layer)
     layer.place = place
 
@@ -561,7 +562,7 @@ def _state(layer: Any, recipe: Recipe | None, name: str = "state"):
     if variable is None:
         op, why = type(layer).__name__, "DelayedScaling quantizes with the scales that it holds"
         fix = f"{op}(..., recipe=recipe) or quantize_model, which make one; autocast does not"
-        raise ValueError(message(op, name, "None", "a DelayedState", why, fix))
+        raise ValueError(message(op, name, "None", "an nnx.DelayedState", why, fix))
     return variable.get_value()
 
 

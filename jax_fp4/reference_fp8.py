@@ -294,6 +294,7 @@ def update_delayed(state: Delayed, amax: Any, largest: int, margin: int, most_re
     # Integers, so that NaN is the largest on every platform.
     a = xp.asarray(amax) if most_recent else xp.max(magnitude_bits(history), axis=-1).view(np.float32)
     scale = xp.minimum(quotient(np.float32(largest * 2.0**-margin), a), FMAX)
-    scale = xp.where((a > 0) & (a <= FMAX), scale, state.scale)
+    bits = magnitude_bits(a)  # a denormal amax counts, also where its comparison with 0 would flush it
+    scale = xp.where((bits > 0) & (bits < INF_BITS), scale, state.scale)
     history = xp.roll(history, -1, axis=-1)
     return Delayed(xp.concatenate([xp.zeros_like(history[..., :1]), history[..., 1:]], axis=-1), scale)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import jax
@@ -109,7 +109,7 @@ def _row(event: LayerEvent) -> Row:
     note, how = f"not quantized: {event.reason}", "XLA"
     if event.recipe is not None:
         assert isinstance(event.recipe, Recipe)
-        forward, dx, dw = _formats(event.recipe)
+        forward, dx, dw = _formats(event.recipe, event.frozen)
         note, how = _note(event.recipe), supported(event.op, jax.default_backend()).reason
         if event.reason.startswith("rule "):
             note += f"; {event.reason}"
@@ -130,21 +130,24 @@ def _row(event: LayerEvent) -> Row:
     )
 
 
-def _formats(recipe: Recipe) -> tuple[str, str, str]:
-    """Operand formats of y = x w, dx = dy w^T, dw = x^T dy."""
+def _formats(recipe: Recipe, frozen: str) -> tuple[str, str, str]:
+    """Operand formats of y = x w, dx = dy w^T, dw = x^T dy. frozen: that of a kernel that came quantized."""
     x, kernel = (_name(scaling_of(recipe, "forward", operand)) for operand in ("x", "kernel"))
-    forward = f"{x} x {kernel}"
-    return forward, _gradient(recipe, "dgrad", kernel), _gradient(recipe, "wgrad", x)
+    kernel = frozen or kernel
+    dw = "none, the kernel is frozen" if frozen else _gradient(recipe, "wgrad", x, "")
+    return f"{x} x {kernel}", _gradient(recipe, "dgrad", kernel, frozen), dw
 
 
-def _gradient(recipe: Recipe, product: Literal["dgrad", "wgrad"], forward: str) -> str:
+def _gradient(recipe: Recipe, product: Literal["dgrad", "wgrad"], forward: str, frozen: str) -> str:
     """dy w^T or x^T dy, of an operand that the forward multiplied as `forward` says."""
     other: Literal["x", "kernel"] = "kernel" if product == "dgrad" else "x"
     match mode_of(recipe, product):
         case BackwardMode.DEFAULT:
             dy, forward = (_name(scaling_of(recipe, product, operand)) for operand in ("dy", other))
+            forward = frozen or forward
         case BackwardMode.UNQUANT:
             dy = forward = _name(None)
+            forward = frozen or forward
         case BackwardMode.DEQUANT:
             dy = _name(None)
     return f"{dy} x {forward}" if product == "dgrad" else f"{forward} x {dy}"
@@ -157,7 +160,7 @@ def _name(scaling: Scaling | None) -> str:
 
 
 def _note(recipe: Recipe) -> str:
-    """Each recipe, with the settings that are not its defaults, and what is stochastic or transformed."""
+    """Each recipe, with the settings that are not its defaults, what is tiled, transformed and stochastic."""
     if isinstance(recipe, CustomRecipe):
         return "; ".join(f"{name}: {_of_part(getattr(recipe, name), name)}" for name in ("forward", "dgrad", "wgrad"))
     return _of_part(recipe, "wgrad")
@@ -168,12 +171,12 @@ def _of_part(part: Any, product: Product) -> str:
         return repr(part)
     kernel, dy = part.scaling("kernel"), part.scaling("dy")
     default = part.mode is BackwardMode.DEFAULT and product != "forward"
-    chosen = getattr(part, "four_over_six", "none")
+    own = [(f.name, getattr(part, f.name)) for f in fields(part) if f.name != "backward_mode"]
+    given = [f"{name}={value!r}" for name, value in own if value != getattr(type(part), name)]
     traits = [
         (f"backward_mode={part.mode}", product != "forward"),
         (f"{kernel.tile}x{kernel.tile} weight tiles", kernel.tile > 1),
-        (f"four-over-six of {chosen}", chosen != "none"),
         ("Hadamard in dw", default and dy.hadamard),
         ("stochastic dy", default and dy.stochastic),
     ]
-    return ", ".join([type(part).__name__, *(name for name, present in traits if present)])
+    return ", ".join([type(part).__name__, *(name for name, present in traits if present), *given])

@@ -17,7 +17,7 @@ from trees import same_tree
 
 import jax_fp4 as fp4
 from jax_fp4 import delayed, reference_fp8
-from jax_fp4.delayed import Delayed, DelayedState
+from jax_fp4.delayed import Delayed, State
 
 K, N, G = 24, 48, 3
 SIZES = np.int32([9, 0, 11])
@@ -26,7 +26,7 @@ RECIPES = {
     "hybrid": RECIPE,
     "e4m3": fp4.DelayedScaling("default", fp8_format="E4M3", amax_history_len=2, margin=1),
     "most recent": fp4.DelayedScaling("default", amax_history_len=3, amax_compute_algo="most_recent"),
-    "one step": fp4.DelayedScaling("default", amax_history_len=1, margin=3),
+    "two steps": fp4.DelayedScaling("default", amax_history_len=2, margin=3),
 }
 
 
@@ -46,7 +46,7 @@ class Specification:
                 self.state[name], np.float32(amax), largest, self.recipe.margin, most_recent
             )
 
-    def check(self, got: DelayedState):
+    def check(self, got: State):
         for name, want in self.state.items():
             for a, b in zip(getattr(got, name), want, strict=True):
                 np.testing.assert_array_equal(np.asarray(a), b, strict=True)
@@ -164,7 +164,7 @@ def advanced(state):
     """With a history."""
     history = jnp.broadcast_to(jnp.asarray([0.0, 1.0, 2.0]), state.x.history.shape)
     one = Delayed(history, jnp.full(state.x.scale.shape, 7.0))
-    return DelayedState(one, one, one, state.calls)
+    return State(one, one, one, state.calls)
 
 
 # --- in the layers ---
@@ -420,7 +420,7 @@ ONE = delayed.init(RECIPE)
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: fp4.dense(X, W, recipe=RECIPE), ValueError, "dense: state is None; needs a DelayedState"),
+        (lambda: fp4.dense(X, W, recipe=RECIPE), ValueError, "dense: state is None; needs a delayed.State"),
         (lambda: fp4.dense(X, W, recipe=RECIPE, state=(ONE,)), TypeError, "dense: state is a tuple"),
         (lambda: fp4.dense(X, W, state=ONE), ValueError, "state is given beside no recipe; needs DelayedScaling"),
         (
@@ -431,29 +431,29 @@ ONE = delayed.init(RECIPE)
         (
             lambda: fp4.dense(X, W, recipe=RECIPE, state=delayed.init(RECIPE, (2,))),
             ValueError,
-            r"state is with histories \(2, 3\), .*; needs \(3,\)",
+            r"state is float32 with histories \(2, 3\), .*; needs float32 \(3,\)",
         ),
         (
             lambda: fp4.dense(X, W, recipe=fp4.DelayedScaling("default", amax_history_len=5), state=ONE),
             ValueError,
-            r"state is with histories \(3,\), .*; needs \(5,\)",
+            r"state is float32 with histories \(3,\), .*; needs float32 \(5,\)",
         ),
         (
             lambda: fp4.grouped_dense(X, W[None], jnp.int32([4]), recipe=RECIPE, state=ONE),
             ValueError,
-            r"grouped_dense: state is with histories \(3,\), .*; needs \(1, 3\).*init\(recipe, \(1,\)\)",
+            r"grouped_dense: state is float32 with histories \(3,\), .*; needs float32 \(1, 3\).*init\(recipe, \(1,\)\)",
         ),
         (
             lambda: fp4.grouped_mlp(X, W[None], W[None], jnp.int32([4]), recipe=RECIPE, state=ONE),
             TypeError,
-            "grouped_mlp: state is a DelayedState; needs a pair",
+            "grouped_mlp: state is a State; needs a pair",
         ),
         (
             lambda: fp4.layernorm_mlp(
                 X, jnp.ones(K), None, W, W.T, recipe=RECIPE, state=(ONE, None), activation="relu"
             ),
             ValueError,
-            r"layernorm_mlp: state\[1\] is None; needs a DelayedState",
+            r"layernorm_mlp: state\[1\] is None; needs a delayed.State",
         ),
         (
             lambda: fp4.layernorm_dense(X, jnp.ones(K), None, W, recipe=RECIPE),

@@ -179,9 +179,7 @@ def test_nnx_states_are_variables_of_their_own(name):
     step = nnx.jit(train)
     for count in (1, 2):
         step(model, optimizer, X, *more)
-        for state in jax.tree.leaves(
-            nnx.state(model, STATES), is_leaf=lambda n: isinstance(n, fp4.delayed.State)
-        ):
+        for state in jax.tree.leaves(nnx.state(model, STATES), is_leaf=lambda n: isinstance(n, fp4.delayed.State)):
             for tensor in (state.x, state.kernel, state.dy):
                 filled = (np.asarray(tensor.history) > 0).sum(-1)
                 assert filled.max() == count and state.calls == 0
@@ -190,7 +188,7 @@ def test_nnx_states_are_variables_of_their_own(name):
 def test_nnx_layers_without_a_state_say_so():
     layer = fp4_nnx.Linear(16, 8, rngs=RNGS())
     with fp4.autocast(RECIPE):
-        refused(lambda: layer(X), ValueError, "^Linear: state is None; needs a DelayedState")
+        refused(lambda: layer(X), ValueError, "^Linear: state is None; needs an nnx.DelayedState")
     model = nnx.Sequential(nnx.Linear(16, 16, rngs=RNGS()), fp4_nnx.MoE(4, 16, 8, rngs=RNGS()))
     fp4_nnx.quantize_model(model, fp4.Rules([(".*/router", fp4.HIGH_PRECISION), (".*", RECIPE)]))
     assert len(nnx.to_flat_state(nnx.state(model, STATES))) == 3

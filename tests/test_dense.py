@@ -402,6 +402,13 @@ def test_users_debugging_flags():
     with jax.debug_nans(True), jax.numpy_rank_promotion("raise"):
         for mode in MODES:
             gradients(x, w, b, dy, mode)
+            for made in (fp4.MXFP8BlockScaling, fp4.Float8BlockScaling, fp4.Float8CurrentScaling):
+                of_one_operand = partial(fp4.dense, x, bias=b, recipe=made(mode))
+                jax.grad(lambda w, f=of_one_operand: f(kernel=w).sum())(w)
+        delayed = fp4.DelayedScaling("default")
+        state = fp4.delayed.init(delayed)
+        new = jax.grad(lambda s: fp4.dense(x, w, b, recipe=delayed, state=s).sum())(state)
+        fp4.delayed.update(state, fp4.delayed.merge(jax.device_get(new), new))
         fp4.dense(x[None], fp4.quantize(w, axis=0), b)
         for flags in (dict(row_scaled=True), dict(four_over_six=fp4.FourOverSix(), block=(16, 16)), dict(key=KEY)):
             fp4.quantize_transpose(x, **flags, implementation="reference")
