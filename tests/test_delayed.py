@@ -441,7 +441,7 @@ ONE = delayed.init(RECIPE)
         (
             lambda: fp4.grouped_dense(X, W[None], jnp.int32([4]), recipe=RECIPE, state=ONE),
             ValueError,
-            r"grouped_dense: state is float32 with histories \(3,\), .*; needs float32 \(1, 3\).*init\(recipe, \(1,\)\)",
+            r"grouped_dense: state is float32 with histories \(3,\), .*; needs float32 \(1, 3\).*recipe, \(1,\)",
         ),
         (
             lambda: fp4.grouped_mlp(X, W[None], W[None], jnp.int32([4]), recipe=RECIPE, state=ONE),
