@@ -236,7 +236,9 @@ REFUSED = {  # the first that applies is raised
         "DotGeneral: rhs is a (QuantizedTensor|tuple); needs an array",
     ),
     "the same without a recipe, to lax itself": Refusal(
-        lambda c: c.layer == "DotGeneral" and c.is_frozen, TypeError, "to dot_general as a JAX value|dot_general"
+        lambda c: c.layer == "DotGeneral" and c.is_frozen,
+        TypeError,
+        "to dot_general as a JAX value|a quantized tensor never turns into one silently",
     ),
     "the gradient of packed codes": Refusal(
         lambda c: c.wanted == "the frozen kernel", fp4.UnsupportedError, "differentiated; needs a constant"

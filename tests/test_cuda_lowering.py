@@ -238,3 +238,16 @@ def test_every_cell_of_supported_is_true(extension, op, platform):
 
 def test_every_op_has_a_cell():
     assert tuple(SUPPORTED) == OPS
+
+
+@pytest.mark.parametrize("format", ["float8", "float8_e5m2", "mxfp8", "float8_block"])
+def test_no_dot_is_of_converted_8_bit_floats(format):
+    """XLA:GPU would hand it to tensor cores for these, which keep too few bits of a sum (numerics 1.10)."""
+    lhs, rhs = fp4.quantize(X, format), fp4.quantize(W, format, axis=0)
+    products = {
+        "matmul": lambda: fp4.matmul(lhs, rhs),
+        "grouped": lambda: fp4.grouped_matmul(lhs, fp4.quantize(STACKED, format, axis=0, batch_dims=1), SIZES),
+    }
+    for product in products.values():
+        text = lowered(product, platform="cuda")
+        assert not re.search(r"convert .*xf8E\w+>\) -> tensor<\w+x(bf16|f32|f16)>", text)
