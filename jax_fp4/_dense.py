@@ -1,4 +1,4 @@
-"""dense: y = x w + b with NVFP4 operands, one custom_vjp from quantization to product."""
+"""dense: y = x w + b with quantized operands, one custom_vjp from quantization to product."""
 
 import dataclasses
 import math

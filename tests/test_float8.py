@@ -391,7 +391,7 @@ def quantize(format, **flags):
         (quantize("mxfp8", power_of_two=True), ValueError, "power_of_two is True with format='mxfp8'"),
         (quantize("mxfp8", eps=1e-3), ValueError, "eps is 0.001 with format='mxfp8'"),
         (quantize("float8", power_of_two=1), ValueError, "power_of_two is 1"),
-        (quantize("float8", eps=-1), ValueError, "eps is -1; needs a finite"),
+        (quantize("float8", eps=-1), ValueError, "eps is -1; needs a number >= 0"),
         (quantize("float8", eps=float("nan")), ValueError, "eps is nan"),
         (quantize("float8", eps=True), ValueError, "eps is True"),
         (quantize("float8", scale=ONE, amax=ONE), ValueError, "scale is together with one of them"),
