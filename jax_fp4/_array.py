@@ -108,6 +108,16 @@ class QuantizedTensor:
         )
 
 
+def scaling(q: QuantizedTensor) -> str:
+    """How it scales: "nvfp4", "mxfp8", "float8_block" or "float8"."""
+    return FLOAT8_FORMATS[q.format][0] if q.format in FLOAT8_FORMATS else q.format
+
+
+def block_length(q: QuantizedTensor) -> int:
+    """Elements along the blocked axis that share a scale; 1 where the whole tensor does."""
+    return 1 if q.block is None else q.block[1]
+
+
 def stored_dtypes(format: str) -> tuple[Any, Any]:
     """Of codes and block scales."""
     if format not in FLOAT8_FORMATS:

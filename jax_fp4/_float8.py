@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from jax_fp4 import _ffi, _groups, _record, reference_fp8
 from jax_fp4._arguments import Tensor, compute_dtype, refuse_padding
-from jax_fp4._array import QuantizedTensor
+from jax_fp4._array import QuantizedTensor, scaling
 from jax_fp4._errors import is_strict, message
 from jax_fp4._formats import (
     FLOAT8_BLOCKS,
@@ -80,7 +80,7 @@ def _stored_matrices(q: QuantizedTensor):
         codes = q.codes.reshape(math.prod(q.codes.shape[:-1]), 1, k)
         return codes, _groups.of_group(q.block_scale, _groups.group_of_rows(q.group_sizes, codes.shape[0]), 0)
     scale, batch = q.block_scale, ()
-    of_tiles = q.block is not None and q.block[0] > 1 and FLOAT8_FORMATS[q.format][0] == "float8_block"
+    of_tiles = q.block is not None and q.block[0] > 1 and scaling(q) == "float8_block"
     if q.block is None:
         batch = scale.shape
     elif of_tiles:

@@ -14,18 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_fp4 import _float8, _groups, _ops, reference
-from jax_fp4._array import QuantizedTensor
-from jax_fp4._formats import FLOAT8_FORMATS, PACK
-
-
-def scaling(q: QuantizedTensor) -> str:
-    """ "nvfp4", "mxfp8", "float8_block" or "float8"."""
-    return FLOAT8_FORMATS[q.format][0] if q.format in FLOAT8_FORMATS else q.format
-
-
-def block_length(q: QuantizedTensor) -> int:
-    """Elements along the blocked axis that share a scale; 1 where the whole tensor does."""
-    return 1 if q.block is None else q.block[1]
+from jax_fp4._array import QuantizedTensor, block_length, scaling
+from jax_fp4._formats import PACK
 
 
 def decode(q: QuantizedTensor, dtype) -> Float[Array, "..."]:

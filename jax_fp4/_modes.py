@@ -9,9 +9,9 @@ from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from jax_fp4 import reference
-from jax_fp4._array import QuantizedTensor, stored_dtypes
+from jax_fp4._array import QuantizedTensor, block_length, scaling, stored_dtypes
 from jax_fp4._errors import message
-from jax_fp4._formats import FLOAT8_FORMATS, padded
+from jax_fp4._formats import padded
 from jax_fp4._ops import Made, quantize, quantize_made, quantize_transpose
 from jax_fp4._products import grouped_product, product
 from jax_fp4._recipe import BackwardMode, Recipe, Scaling, draws, mode_of, scaling_of
@@ -264,8 +264,7 @@ def transpose_tiles(q: QuantizedTensor) -> QuantizedTensor:
     nvfp4 = q.format == "nvfp4"
     codes = reference.unpack(q.codes) if nvfp4 else q.codes
     turned = jnp.swapaxes(codes, -1, -2)[..., :extent, :]
-    length = 1 if q.block is None else q.block[1]
-    turned = jnp.pad(turned, [(0, 0)] * (turned.ndim - 1) + [(0, padded(rows, length) - rows)])
+    turned = jnp.pad(turned, [(0, 0)] * (turned.ndim - 1) + [(0, padded(rows, block_length(q)) - rows)])
     scale = q.block_scale
     if q.block is not None:
         scale = _transpose_scales(q, rows)
@@ -281,7 +280,7 @@ def transpose_tiles(q: QuantizedTensor) -> QuantizedTensor:
 def _transpose_scales(q: QuantizedTensor, rows: int) -> Array:
     """One scale for each tile; nvfp4 and mxfp8 repeat it over the rows of the plane."""
     assert q.block is not None
-    if FLOAT8_FORMATS.get(q.format, ("",))[0] == "float8_block":
+    if scaling(q) == "float8_block":
         return jnp.swapaxes(q.block_scale, -1, -2)
     scale = lax.bitcast_convert_type(q.block_scale, jnp.uint8)[..., :: q.block[0], :]
     scale = jnp.repeat(jnp.swapaxes(scale, -1, -2), q.block[0], axis=-2)[..., : q.extent, :]

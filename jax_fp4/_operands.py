@@ -7,7 +7,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jax_fp4._arguments import check_float, check_quantized, float_dtype
-from jax_fp4._array import QuantizedTensor
+from jax_fp4._array import QuantizedTensor, block_length
 from jax_fp4._errors import message
 
 
@@ -62,7 +62,7 @@ def check_groups(op: str, lhs, rhs, group_sizes) -> None:
         elif q.grouped:
             _check_same_sizes(op, name, q.group_sizes, group_sizes)
     if not rows and isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
-        of_lhs, of_rhs = (1 if q.block is None else q.block[1] for q in (lhs, rhs))
+        of_lhs, of_rhs = block_length(lhs), block_length(rhs)
         if of_lhs != of_rhs:
             why = f"each group begins at a block of its own, in lhs ({lhs.format}) at blocks of {of_lhs}"
             shown = f"{rhs.format}, in blocks of {of_rhs} rows"

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 
 from jax_fp4 import _blackwell, _groups, _hopper, _ragged, reference
 from jax_fp4._arguments import check_group_sizes
-from jax_fp4._array import QuantizedTensor
+from jax_fp4._array import QuantizedTensor, block_length
 from jax_fp4._errors import message
-from jax_fp4._forms import block_length, columns, common, decode, has_factor, is_exact, product_form, tensor_factor
+from jax_fp4._forms import columns, common, decode, has_factor, is_exact, product_form, tensor_factor
 from jax_fp4._operands import check_groups, check_operand, check_transforms, result_dtype
 from jax_fp4._ops import dequantize
 from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from jax_fp4 import reference_fp8
 from jax_fp4._errors import message
-from jax_fp4._formats import E4M3_MAX, E5M2_MAX, FLOAT8_FORMATS
+from jax_fp4._formats import FLOAT8_FORMATS, Float8Quantization
 from jax_fp4._minifloat import NAN, magnitude_bits
 from jax_fp4._recipe import DelayedScaling, Operand
 from jax_fp4.reference_fp8 import Delayed
@@ -149,8 +149,7 @@ def observed(state: Delayed, recipe: DelayedScaling, operand: Operand, amax: Any
     """The state of one operand after a call that saw `amax`; None if it was not quantized, then it stays."""
     if amax is None:
         return state
-    codes = FLOAT8_FORMATS[recipe.scaling(operand).format][1]
-    largest = E4M3_MAX if codes == "e4m3" else E5M2_MAX
+    largest = Float8Quantization(*FLOAT8_FORMATS[recipe.scaling(operand).format]).largest
     return reference_fp8.update_delayed(state, amax, largest, recipe.margin, recipe.amax_compute_algo == "most_recent")
 
 

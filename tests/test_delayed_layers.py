@@ -198,6 +198,16 @@ def test_nnx_layers_without_a_state_say_so():
     first(model(X))
 
 
+def test_the_same_rules_again_keep_the_states():
+    model = nnx.Sequential(nnx.Linear(16, 8, rngs=RNGS()))
+    rules = fp4.Rules([(".*", RECIPE)])
+    fp4_nnx.quantize_model(model, rules)
+    train(model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param), X)
+    before = model.layers[0].state.get_value().x.scale
+    fp4_nnx.quantize_model(model, rules)
+    assert model.layers[0].state.get_value().x.scale == before != 1
+
+
 def test_a_state_is_of_one_product():
     """Batch entries have amaxes of their own, which one state cannot hold."""
     layer = fp4_nnx.LinearGeneral(16, 8, batch_axis={0: 24}, recipe=RECIPE, rngs=RNGS())

@@ -10,7 +10,8 @@ import pytest
 from products import by_experts, contraction_by_experts, error_of, refused
 
 import jax_fp4 as fp4
-from jax_fp4 import _forms
+from jax_fp4 import _hopper, _products
+from jax_fp4._array import block_length
 
 FORMATS = {
     "nvfp4": {},
@@ -44,7 +45,7 @@ def test_every_pair_of_formats(left, right):
 @pytest.mark.parametrize("name", FORMATS)
 def test_tiles_and_batches(name):
     flags = dict(FORMATS[name])
-    length = _forms.block_length(fp4.quantize(jnp.ones((2, 2)), **flags))
+    length = block_length(fp4.quantize(jnp.ones((2, 2)), **flags))
     tiles = flags if length == 1 else flags | dict(block=(length, length))
     x, w = normal(2, 3, 10, 140), normal(3, 3, 140, 50)
     lhs, rhs = fp4.quantize(x, batch_dims=1, **flags), fp4.quantize(w, axis=0, batch_dims=1, **tiles)
@@ -94,3 +95,27 @@ def test_nan_and_inf_reach_the_product():
         y = fp4.matmul(fp4.quantize(x, **FORMATS[name]), fp4.quantize(jnp.ones((256, 2)), axis=0, **FORMATS[name]))
         assert np.isnan(y[1]).all(), name
         assert name == "nvfp4" or np.isfinite(y[2]).all(), name
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [pair for pair in PAIRS if pair != ("nvfp4", "nvfp4") and "any" not in "".join(pair)]
+)
+def test_what_xla_adds_to_a_kernel_of_exact_rows(monkeypatch, left, right):
+    """On Hopper a kernel multiplies bfloat16 rows, and XLA scales the sums; here a loop stands in for the kernel."""
+
+    def rows(x, w, bias, row_weights, sizes, dtype, *, transposed):
+        assert transposed
+        y = jnp.asarray(by_experts(*(np.asarray(a, np.float64) for a in (x, w.mT)), SIZES))
+        if bias is not None:
+            added = jnp.concatenate([bias, 0 * bias[:1]])[np.repeat(np.arange(5), [*np.asarray(SIZES), 8])]
+            y += added if row_weights is None else row_weights[:, None] * added
+        return y.astype(dtype)
+
+    monkeypatch.setattr(_hopper, "rows", rows)
+    lhs = fp4.quantize(normal(4, 100, 72), group_sizes=SIZES, **FORMATS[left])
+    rhs = fp4.quantize(normal(5, 4, 72, 24), axis=0, batch_dims=1, **FORMATS[right])
+    static = _products._Static(*[jnp.dtype(jnp.float32)] * 3, rows=True, transposed=False)
+    for bias, weights in ((None, None), (normal(6, 4, 24), None), (normal(6, 4, 24), jnp.arange(100.0))):
+        operands = lhs, rhs, bias, weights, SIZES, static
+        got, want = (function(*operands) for function in (_products._forms_on_hopper, _products._rows_by_loops))
+        assert error_of(got[:92], want[:92]) <= 1e-6

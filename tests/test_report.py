@@ -126,6 +126,22 @@ def test_an_mlp_has_a_row_for_each_product():
     assert first.residual_bytes > 0 == second.residual_bytes
 
 
+def test_a_frozen_kernel_has_the_format_it_came_in():
+    frozen = fp4.quantize(W, "mxfp8", axis=0, block=(32, 32))
+    for mode, dx in (("default", "nvfp4 x mxfp8"), ("dequant", "high precision x mxfp8")):
+        (row,) = fp4.report(lambda x, mode=mode: fp4.dense(x, frozen, recipe=NV(mode), key=KEY), X).rows
+        assert (row.forward, row.dx, row.dw) == ("nvfp4 x mxfp8", dx, "none, the kernel is frozen")
+    (row,) = fp4.report(loss(fp4.Float8BlockScaling("default", power_of_two=False, eps=1.0)), X, W).rows
+    assert row.note.endswith("power_of_two=False, eps=1.0")
+
+
+def test_a_state_that_nobody_differentiates_is_not_kept():
+    recipe = fp4.DelayedScaling("default")
+    state = fp4.delayed.init(recipe)
+    (row,) = fp4.report(lambda x, w: fp4.dense(x, w, recipe=recipe, state=state), X, W).rows
+    assert X.size + W.size <= row.residual_bytes <= X.size + W.size + 64  # codes, and a few scales
+
+
 def test_a_frozen_kernel_that_is_only_evaluated():
     """Its other plane is not there to differentiate with; the report of an evaluation needs none."""
     frozen = fp4.quantize(W, axis=0)
