@@ -39,7 +39,7 @@ requirements = $(1)/bin/python -c \
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-demo: .venv/.installed  ## train a small language model in bfloat16 and in NVFP4, three ways; writes out/loss.png
+demo: .venv/.installed  ## train a small language model in bfloat16 and in NVFP4, three ways and a mix; writes out/loss.png
 	@.venv/bin/python examples/train_lm.py --compare --out out $(ARGS)
 
 test: .venv/.installed  ## run the tests
