@@ -13,6 +13,9 @@ from jax_fp4._dot_general import DotGeneral as DotGeneral
 from jax_fp4._errors import Support as Support
 from jax_fp4._errors import UnsupportedError as UnsupportedError
 from jax_fp4._errors import strict as strict
+from jax_fp4._exchange import exchange_tokens as exchange_tokens
+from jax_fp4._exchange import exchange_weights as exchange_weights
+from jax_fp4._exchange import return_tokens as return_tokens
 from jax_fp4._grouped_dense import grouped_dense as grouped_dense
 from jax_fp4._grouped_mlp import grouped_mlp as grouped_mlp
 from jax_fp4._layernorm_dense import layernorm_dense as layernorm_dense
@@ -22,6 +25,8 @@ from jax_fp4._ops import dequantize as dequantize
 from jax_fp4._ops import quantize as quantize
 from jax_fp4._ops import quantize_transpose as quantize_transpose
 from jax_fp4._ops import supported as supported
+from jax_fp4._placement import Specs as Specs
+from jax_fp4._placement import WeightGather as WeightGather
 from jax_fp4._products import grouped_matmul as grouped_matmul
 from jax_fp4._products import matmul as matmul
 from jax_fp4._recipe import HIGH_PRECISION as HIGH_PRECISION

@@ -1,8 +1,10 @@
 """The arguments of the ops: what a user may pass, checked, and in the shape that the kernels take."""
 
+import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +12,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, UInt32
 
+from jax_fp4 import reference
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._formats import BLOCK, E4M3_MAX, FORMATS, Quantization, amax_shape, exclusion, stored
-from jax_fp4._lowering import Implementation
+from jax_fp4._groups import bounds
+from jax_fp4._lowering import Implementation, local
+from jax_fp4._placement import WHOLE, Axes, Part, Specs, alike, index_of, largest, size_of
 from jax_fp4._recipe import FourOverSix, check_choice
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -75,15 +80,20 @@ def compute_dtype(op: str, x, dtype) -> str:
 
 @dataclass(frozen=True)
 class Tensor:
-    """x as the kernels take it, [*batch, m, k], the leading shape it came with, and its groups of rows or None."""
+    """An array [*batch, *m, k], the leading shape it came with, its groups of rows or None, and what part it is of a
+    global tensor."""
 
-    x: Array | np.ndarray
+    array: Array | np.ndarray
     leading: tuple[int, ...]
     batch_dims: int
     group_sizes: Array | np.ndarray | None
+    part: Part = WHOLE
+    entries: bool = False  # `by_entries`
 
     @classmethod
-    def of(cls, op: str, x, batch_dims: int, group_sizes, implementation: Implementation) -> "Tensor":
+    def of(
+        cls, op: str, x, batch_dims: int, group_sizes, implementation: Implementation, specs: Specs | Part | None = None
+    ) -> "Tensor":
         if x.ndim == 0:
             raise ValueError(message(op, "x", "a scalar", "at least one axis", "blocks run along an axis", "x[None]"))
         if isinstance(batch_dims, bool) or not isinstance(batch_dims, int) or not 0 <= batch_dims < x.ndim:
@@ -97,17 +107,75 @@ class Tensor:
             if batch_dims:
                 why = "group_sizes [g] cut the rows of one x"
                 raise ValueError(message(op, "batch_dims", f"{batch_dims} beside group_sizes", "0", why, "jax.vmap"))
-        *leading, k = x.shape
-        batch = leading[:batch_dims]
+        leading = x.shape[:-1]
         if implementation != "reference":  # NumPy in, NumPy out is the reference alone: the others take jax arrays
             x, group_sizes = jnp.asarray(x), None if group_sizes is None else jnp.asarray(group_sizes)
         elif group_sizes is not None:
             group_sizes = np.asarray(group_sizes) if isinstance(x, np.ndarray) else jnp.asarray(group_sizes)
-        return cls(x.reshape(*batch, math.prod(leading[batch_dims:]), k), tuple(leading), batch_dims, group_sizes)
+        part = part_of(op, specs, x)
+        if part.dims or part.groups:
+            x, group_sizes = alike(x, group_sizes)
+        return cls(x, tuple(leading), batch_dims, group_sizes, part)
+
+    @functools.cached_property
+    def x(self) -> Array | np.ndarray:
+        """As the kernels take it, [*batch, m, k]."""
+        return self.array.reshape(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of x."""
+        return (*self.batch, math.prod(self.leading[len(self.batch) :]), self.array.shape[-1])
 
     @property
     def batch(self) -> tuple[int, ...]:
-        return self.x.shape[:-2]
+        return self.leading[:-1] if self.entries else self.leading[: self.batch_dims]
+
+    @property
+    def is_split_by_xla(self) -> bool:
+        """Whether XLA may partition what is made of it: nobody says how it lies, and there are no groups."""
+        whole = not (self.part.dims or self.part.groups) and self.group_sizes is None
+        return whole and not isinstance(self.array, np.ndarray)
+
+    @property
+    def dims(self) -> tuple[Axes, ...]:
+        """The mesh axes that cut each dimension that x came with."""
+        return self.part.dims or ((),) * (len(self.leading) + 1)
+
+    @property
+    def scattered(self) -> bool:
+        """Whether the rows of x do not follow one another in the global tensor: a dimension below others is cut."""
+        last = max((i for i, axes in enumerate(self.dims[self.batch_dims : -1]) if axes), default=0)
+        return math.prod(self.leading[self.batch_dims :][:last]) > 1
+
+    def by_entries(self) -> "Tensor":
+        """x as a batch of rows that do: those along its last leading dimension."""
+        return replace(self, entries=True)
+
+    def half(self, number: Literal[0, 1]) -> "Tensor":
+        """Of a part whose columns are two runs, one of them."""
+        k = self.array.shape[-1] // 2
+        array = self.array[..., number * k : (number + 1) * k]
+        return replace(self, array=array, part=self.part._replace(halves=False, half=number))
+
+    def first_row(self) -> Any:
+        """The global number of the first row, uint32 [], or of each entry, [*leading[:-1]]."""
+        ndim, first, below = len(self.batch), jnp.uint32(0), 1
+        for i in reversed(range(self.batch_dims, len(self.leading))):
+            n, axes = self.leading[i], self.dims[i]
+            at = index_of(axes) * np.uint32(n)
+            if self.entries and i < ndim:
+                at = at + jnp.arange(n, dtype=jnp.uint32).reshape(*[1] * i, n, *[1] * (ndim - 1 - i))
+            first, below = first + at * np.uint32(below), below * n * size_of(axes)
+        return first
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """The extents of the global tensor; nothing where x is all of it."""
+        if not self.part.dims:
+            return {}
+        sizes = [n * size_of(axes) for n, axes in zip((*self.leading, self.shape[-1]), self.dims, strict=True)]
+        return {"m_total": math.prod(sizes[self.batch_dims : -1]), "k_total": sizes[-1]}
 
     @property
     def groups(self) -> int | None:
@@ -115,24 +183,28 @@ class Tensor:
 
     def rows(self, axis: int) -> tuple[int, ...]:
         """The shape of the stored rows as the user sees them."""
-        return self.leading if axis == -1 else (*self.batch, self.x.shape[-1])
+        return self.leading if axis == -1 else (*self.batch, self.shape[-1])
 
     def amax_shape(self, q: Quantization, axis: int) -> tuple[int, ...]:
         """The shape of the amax as the user sees it."""
         if q.row_scaled and axis == -1:
             return self.leading
-        return amax_shape(self.batch, stored(self.x.shape, axis)[0], replace(q, axis=axis), self.groups)
+        return amax_shape(self.batch, stored(self.shape, axis)[0], replace(q, axis=axis), self.groups)
 
     def pack(self, arrays, q: Quantization, axis: Literal[-1, 0]) -> QuantizedTensor:
+        """Of codes and scales in the stored form, with rows in any number of dimensions."""
         codes, block_scale, amax = arrays
-        rows = self.rows(axis)
-        return QuantizedTensor(
-            codes=codes.reshape(*rows, codes.shape[-1]),
-            block_scale=block_scale.reshape(*rows, block_scale.shape[-1]),
+        inner, rows = self.inner(codes, axis), self.rows(axis)
+        if not inner:
+            codes, block_scale = (a.reshape(*rows, a.shape[-1]) for a in (codes, block_scale))
+        packed = QuantizedTensor(
+            codes=codes,
+            block_scale=block_scale,
             amax=amax.reshape(self.amax_shape(q, axis)),
             group_sizes=self.group_sizes,
             axis=axis,
-            extent=stored(self.x.shape, axis)[1],
+            extent=self.leading[-1] if inner else stored(self.shape, axis)[1],
+            inner=inner,
             dtype=jnp.dtype(q.compute_dtype),
             bound=q.bound_along(axis),
             block=(q.tile, BLOCK),
@@ -140,6 +212,21 @@ class Tensor:
             hadamard=q.hadamard and axis == 0,
             grouped="" if self.group_sizes is None else "rows" if axis == -1 else "blocks",
         )
+        return packed if self.part.unflattened else packed.flattened
+
+    def inner(self, codes, axis: int) -> int:
+        """How many leading dimensions column-wise codes keep beside the last one."""
+        return codes.ndim - len(self.batch) - 2 if axis == 0 else 0
+
+
+def part_of(op: str, specs: Specs | Part | None, x) -> Part:
+    """What part x is of a global tensor: Specs are those of a user, whose mistakes they may be."""
+    if specs is None or isinstance(specs, Part):
+        return specs or WHOLE
+    if not isinstance(specs, Specs):
+        shown, why = f"a {type(specs).__name__}", "it says by which mesh axes x is cut"
+        raise TypeError(message(op, "specs", shown, "Specs", why, "jax_fp4.Specs(x=PartitionSpec(...))"))
+    return Part.of(op, "specs.x", specs.x, x.ndim)
 
 
 def check_group_sizes(op: str, group_sizes, groups: int | None = None) -> None:
@@ -156,9 +243,10 @@ def check_group_sizes(op: str, group_sizes, groups: int | None = None) -> None:
 
 
 def given_amax(op: str, name: str, amax, tensor: Tensor, q: Quantization, axis: int):
-    """The given amax as the kernels take it; its values are checked where they are known."""
+    """The given amax as the kernels take it; its values are checked where they are known. None where they compute it:
+    of what is whole."""
     if amax is None:
-        return None
+        return global_amax(tensor, replace(q, axis=axis))
     need = tensor.amax_shape(q, axis)
     if isinstance(amax, float | int) and not isinstance(amax, bool):
         amax = np.float32(amax)
@@ -169,18 +257,80 @@ def given_amax(op: str, name: str, amax, tensor: Tensor, q: Quantization, axis: 
         raise ValueError(message(op, name, shown, f"float32 {need}", why, "amax=None"))
     if not isinstance(amax, Tracer) and np.any(np.asarray(amax) < 0):
         raise ValueError(message(op, name, "negative", "values >= 0", "it is an absolute maximum", "jnp.abs(amax)"))
-    numpy = np if isinstance(tensor.x, np.ndarray) else jnp
-    rows = stored(tensor.x.shape, axis)[0]
+    numpy = np if isinstance(tensor.array, np.ndarray) else jnp
+    rows = stored(tensor.shape, axis)[0]
     return numpy.asarray(amax).reshape(amax_shape(tensor.batch, rows, replace(q, axis=axis), tensor.groups))
 
 
+def refuse_borders(op: str, tensor: Tensor, axes: tuple[int, ...], block: int, tile: int = 1) -> None:
+    """Refuse parts whose border falls inside a block, which would be another block than the global tensor's."""
+    *rows, last = tensor.dims
+    m, k = tensor.shape[-2:]
+    row_axes = tuple(axis for of_dim in rows[tensor.batch_dims :] for axis in of_dim)
+    m = m if not tensor.scattered else tensor.leading[-1]
+    for name, extent, cut, length in (
+        ("columns", k, last, block if -1 in axes else tile),
+        ("rows", m, row_axes, block if 0 in axes and tensor.group_sizes is None else tile),
+    ):
+        if cut and extent % length:
+            shown, why = f"{extent} {name} a device, along {', '.join(cut)}", "no block may lie on two devices"
+            fix = f"{name} that are a multiple of {length * size_of(cut)} in all, or not cut"
+            raise ValueError(message(op, "x", f"of {shown}", f"a multiple of {length}", why, fix))
+
+
+def all_or_none(amaxes: tuple, tensor: Tensor, q: Quantization, axes: tuple[int, ...]) -> tuple:
+    """Amaxes of both forms, as the kernels take them: where a part lacks one, because x has all that it is of, it is
+    computed too."""
+    if all(amax is None for amax in amaxes) or not tensor.part.dims:
+        return amaxes
+    return tuple(
+        global_amax(tensor, replace(q, axis=axis), always=True) if amax is None else amax
+        for amax, axis in zip(amaxes, axes, strict=True)
+    )
+
+
+def global_amax(tensor: Tensor, q: Quantization, always: bool = False):
+    """The amax of the tensor of which x is a part (of its groups, or rows); None where x is the whole, unless
+    `always`."""
+    dims = tensor.part.dims
+    if not q.row_scaled:
+        axes = tensor.part.axes(tensor.batch_dims)
+    elif q.axis == -1:
+        axes = dims[-1] if dims else ()
+    else:
+        axes = tuple(axis for of_dim in dims[tensor.batch_dims : -1] for axis in of_dim)
+    if not axes and not always:
+        return None
+    q = q if q.hadamard or q.row_scaled else replace(q, axis=-1)  # either way the same, without a transpose
+    q = replace(q, hadamard=q.hadamard and q.axis == 0)
+    amax: Any = local(partial(reference.amax, q=q))(tensor.x, tensor.group_sizes)
+    return largest(amax, axes)
+
+
 def seed_words(op: str, key, tensor: Tensor) -> UInt32[Array, "*b 4"] | UInt32[np.ndarray, "*b 4"] | None:
-    """The key's two words and the origin of x in the global tensor, for each batch entry the same."""
+    """The key's two words and where x begins in the global tensor: its row, or with groups the number of the first
+    group, and its column. Of groups whose rows lie on several devices, also where theirs begin, and how many there are.
+    """
     if key is None:
         return None
-    words = jnp.concatenate([key_words(op, key), jnp.zeros(2, jnp.uint32)])
-    seed = jnp.broadcast_to(words, (*tensor.batch, 4))
-    return np.asarray(seed) if isinstance(tensor.x, np.ndarray) else seed
+    part, k, sizes = tensor.part, tensor.shape[-1], tensor.group_sizes
+    first = tensor.first_row() if sizes is None else index_of(part.groups) * np.uint32(sizes.shape[0])
+    cut = tensor.dims[-1]
+    column = index_of(cut) * np.uint32(k) + np.uint32(part.half * k * size_of(cut))
+    words = alike(*key_words(op, key), first, column)
+    seed = jnp.stack([jnp.broadcast_to(word, tensor.batch) for word in words], axis=-1)
+    rows = tuple(axis for axes in tensor.dims[:-1] for axis in axes)
+    if sizes is not None and rows:
+        seed = jnp.concatenate(alike(seed, *_rows_of_groups(sizes, tensor.shape[0], rows)))
+    return np.asarray(seed) if isinstance(tensor.array, np.ndarray) else seed
+
+
+def _rows_of_groups(group_sizes, m: int, axes: Axes) -> tuple[UInt32[Array, " g"], UInt32[Array, " g"]]:
+    """Of each group, the rows on the devices before this one along `axes`, and on all."""
+    where = bounds(group_sizes, m)
+    each = jax.lax.all_gather(where.ends - where.starts, axes).astype(jnp.uint32)
+    before = jnp.arange(each.shape[0], dtype=jnp.uint32) < index_of(axes)
+    return jnp.sum(jnp.where(before[:, None], each, 0), 0, dtype=jnp.uint32), jnp.sum(each, 0, dtype=jnp.uint32)
 
 
 def key_words(op: str, key) -> UInt32[Array, "2"]:

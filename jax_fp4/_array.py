@@ -1,6 +1,7 @@
 """QuantizedTensor: codes with their scales, as one value."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -55,10 +56,16 @@ class QuantizedTensor:
     power_of_two: bool = dataclasses.field(metadata={"static": True}, default=False)
     hadamard: bool = dataclasses.field(metadata={"static": True}, default=False)
     grouped: Literal["", "rows", "blocks"] = dataclasses.field(metadata={"static": True}, default="")
+    # Inside a layer: so many dimensions before the last one are leading dimensions of x too, [k, *leading[:-1], s/2].
+    inner: int = dataclasses.field(metadata={"static": True}, default=0)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape; under axis=0 the leading dimensions that were flattened stay flat."""
+        if self.inner:
+            *rest, last = self.codes.shape[: -1 - self.inner]
+            contracted = self.extent * math.prod(self.codes.shape[-1 - self.inner : -1])
+            return (*rest, contracted, last) if self.axis == 0 else (*rest, last, contracted)
         *rest, last = self.codes.shape[:-1] if self.codes.ndim > 1 else (1,)
         if self.axis == 0:
             return (*rest, self.extent, last)
@@ -77,6 +84,17 @@ class QuantizedTensor:
         """Bytes of codes, block scales and amax."""
         leaves = jax.tree.leaves((self.codes, self.block_scale, self.amax))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    @property
+    def flattened(self) -> "QuantizedTensor":
+        """With its leading dimensions flattened to the blocked axis, as everybody but a layer has it."""
+        if not self.inner:
+            return self
+        rows, count = self.codes.shape[: -1 - self.inner], math.prod(self.codes.shape[-1 - self.inner : -1])
+        by_row = ("codes",) if self.block is None else ("codes", "block_scale")
+        # not -1: there may be no rows
+        flat = {name: (a := getattr(self, name)).reshape(*rows, count * a.shape[-1]) for name in by_row}
+        return dataclasses.replace(self, **flat, extent=count * self.extent, inner=0)
 
     @property
     def mT(self) -> "QuantizedTensor":

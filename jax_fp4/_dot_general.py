@@ -16,6 +16,7 @@ from jax_fp4._arguments import check_float
 from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._dense import dense
 from jax_fp4._errors import UnsupportedError, message
+from jax_fp4._meshes import constrained
 from jax_fp4._recipe import Recipe, RecipeChoice, check_recipe
 from jax_fp4.delayed import State
 
@@ -36,8 +37,8 @@ class DotGeneral:
     Contracted axes are blocked in the order in which dimension_numbers names them; each batch entry has amaxes of its
     own. lhs and rhs of two dtypes promote as in `jax.lax.dot_general`; preferred_element_type is the result's dtype,
     rounded once from the float32 sum. `precision` says nothing about a quantized product, whose operands are exact and
-    whose sum is float32: it is accepted and counts where nothing is quantized. Raises UnsupportedError for out_sharding
-    with a recipe, TypeError for operands that are not float32, bfloat16 or float16, and what `dense` raises.
+    whose sum is float32: it is accepted and counts where nothing is quantized. out_sharding says where the result goes.
+    Raises TypeError for operands that are not float32, bfloat16 or float16, and what `dense` raises.
 
     Two are equal, and hash alike, when their recipes are equal and their keys are the same object: usable as a static
     argument and as a field of a Flax module.
@@ -75,12 +76,11 @@ class DotGeneral:
             return lax.dot_general(
                 lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
             )
-        refuse_out_sharding(op, out_sharding)
         for name, operand in (("lhs", lhs), ("rhs", rhs)):
             check_float(op, name, operand)
         lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
         compute = jax.eval_shape(partial(lax.dot_general, dimension_numbers=dimension_numbers), lhs, rhs).dtype
-        return contract(
+        y = contract(
             lhs.astype(compute),
             rhs,
             None,
@@ -90,6 +90,7 @@ class DotGeneral:
             state=self.state,
             preferred_element_type=preferred_element_type,
         )
+        return constrained(y, out_sharding)
 
 
 def contract(
@@ -199,20 +200,6 @@ def _dimension_numbers(ndim: int, axis: Axes, batch_axis: Axes) -> DimensionNumb
 def increasing(axes: Axes, ndim: int) -> tuple[int, ...]:
     """The axes of an array of ndim dimensions counted from its first, in order."""
     return tuple(sorted(axis if axis >= 0 else ndim + axis for axis in axes))
-
-
-def refuse_out_sharding(op: str, out_sharding) -> None:
-    if out_sharding is not None:
-        raise UnsupportedError(
-            message(
-                op,
-                "out_sharding",
-                out_sharding,
-                "None where the product is quantized",
-                "this version does not shard quantized products",
-                "jax.lax.with_sharding_constraint on the result, or recipe=HIGH_PRECISION",
-            )
-        )
 
 
 def _refuse_own_product(op: str, argument: str, beside: str) -> None:

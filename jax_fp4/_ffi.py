@@ -110,7 +110,7 @@ _ACTIVATIONS = {
 def quantize(
     x: Float[Array, "*b m k"],
     amax: Float[Array, "..."] | None,
-    seed: UInt32[Array, "*b 4"] | None,
+    seed: UInt32[Array, "*b words"] | None,
     group_sizes: Int32[Array, "*b g"] | None,
     q: Quantization,
 ):
@@ -122,7 +122,7 @@ def quantize_transpose(
     x: Float[Array, "*b m k"],
     amax: Float[Array, "..."] | None,
     amax_t: Float[Array, "..."] | None,
-    seed: UInt32[Array, "*b 4"] | None,
+    seed: UInt32[Array, "*b words"] | None,
     group_sizes: Int32[Array, "*b g"] | None,
     q: Quantization,
 ):

@@ -12,12 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from jax_fp4 import _ffi, _groups, _record, reference_fp8
-from jax_fp4._arguments import Tensor, compute_dtype, refuse_padding
+from jax_fp4._arguments import Tensor, compute_dtype, global_amax, refuse_borders, refuse_padding
 from jax_fp4._array import QuantizedTensor, scaling
 from jax_fp4._errors import is_strict, message
 from jax_fp4._formats import (
@@ -25,11 +26,15 @@ from jax_fp4._formats import (
     FLOAT8_FORMATS,
     TILES_EXCLUDE_GROUPS,
     Float8Quantization,
+    Quantization,
     grouped_extent,
     padded,
     stored,
 )
-from jax_fp4._lowering import IMPLEMENTATIONS, Implementation, native_or_reference
+from jax_fp4._lowering import IMPLEMENTATIONS, Implementation, local, native_or_reference, undifferentiable
+from jax_fp4._partition import partitioned
+from jax_fp4._partition_rules import Layout, decode_rule, quantize_rule
+from jax_fp4._placement import WHOLE, Part, Specs, largest
 from jax_fp4._recipe import check_choice, check_eps
 
 Axes = tuple[Literal[-1, 0], ...]
@@ -37,7 +42,7 @@ Axes = tuple[Literal[-1, 0], ...]
 
 def quantize(
     op: str, x, format: str, axes: Axes, block, *, only_nvfp4: dict, power_of_two, eps, amax, scale, group_sizes,
-    batch_dims, dtype, implementation: Implementation,
+    batch_dims, dtype, specs: Specs | Part | None, implementation: Implementation,
 ) -> tuple[QuantizedTensor, ...]:  # fmt: skip
     """x in an 8-bit format along each of the axes, an independent quantization of x each.
 
@@ -45,16 +50,76 @@ def quantize(
     """
     _refuse_foreign(op, format, only_nvfp4)
     q = _quantization(op, x, format, block, power_of_two, eps, amax, scale, group_sizes, dtype)
-    tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation)
+    tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation, specs)
+    if isinstance(specs, Specs):
+        refuse_borders(op, tensor, axes, q.block, q.tile)
     given = [
         _per_tensor(op, name, value, tensor, positive=name == "scale")
         for name, value in (("amax", amax), ("scale", scale))
     ]
-    run = _choose(op, format, implementation, grouped=group_sizes is not None, q=replace(q, axis=axes[0]))
+    if q.scaling == "float8" and amax is None and scale is None:
+        given[0] = global_amax(tensor, Quantization(compute_dtype=q.compute_dtype))
+    check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
     _note(op, tensor, q, axes, implementation)
-    result = run(tensor.x, *given, tensor.group_sizes)
+    if tensor.is_split_by_xla:
+        result = _split(op, format, implementation, is_strict(), q, axes, batch_dims)(tensor.array, *given)
+    else:
+        result = _called(op, format, implementation, is_strict(), tensor, q, axes, *given)
     packed = partial(_packed, tensor=tensor, format=format)
     return tuple(packed(result[3 * i : 3 * i + 3], q=replace(q, axis=axis)) for i, axis in enumerate(axes))
+
+
+@functools.cache
+def _split(
+    op: str,
+    format: str,
+    implementation: Implementation,
+    strict: bool,
+    q: Float8Quantization,
+    axes: Axes,
+    batch_dims: int,
+):
+    """x, amax, scale -> codes, scales and amax along each of the axes, partitioned by XLA."""
+    of_tiles = q.tile > 1 and q.scaling == "float8_block"
+
+    def of_part(part: Part):
+        def function(x, amax, scale):
+            tensor = Tensor.of(op, x, batch_dims, None, implementation, part)
+            if q.scaling == "float8" and amax is None and scale is None:
+                amax = global_amax(tensor, Quantization(compute_dtype=q.compute_dtype))
+            arrays = list(_called(op, format, implementation, strict, tensor, q, axes, amax, scale))
+            layout = Layout.of(x.shape, batch_dims, axes, q.block, q.tile)
+            for i, axis in enumerate(axes):
+                kept = axis == 0 and layout.unflattened
+                shape = tensor.rows(axis) + (tensor.leading[batch_dims:-1] if kept else ())
+                for j in (3 * i, 3 * i + 1)[: 1 if q.scaling == "float8" or of_tiles else 2]:
+                    count = math.prod(tensor.leading[batch_dims:-1]) if kept else 1
+                    arrays[j] = arrays[j].reshape(*shape, arrays[j].shape[-1] // count)
+            return tuple(arrays)
+
+        return function
+
+    def split(x, amax, scale):
+        layout = Layout.of(x.shape, batch_dims, axes, q.block, q.tile)
+        per_tensor, results = q.scaling == "float8", []
+        for axis in axes:
+            scales = layout.batch if per_tensor else layout.of_tiles(axis) if of_tiles else layout.stored(axis)
+            results += [layout.stored(axis), scales, *([layout.batch] if per_tensor else [])]
+        more = [layout.batch for value in (amax, scale) if value is not None]
+        return partitioned(of_part(WHOLE), quantize_rule(layout, tuple(more), tuple(results), of_part))(x, amax, scale)
+
+    return jax.jit(undifferentiable(op, split), inline=True)
+
+
+def _called(
+    op: str, format: str, implementation, strict: bool, tensor: Tensor, q: Float8Quantization, axes, amax, scale
+):
+    grouped = tensor.group_sizes is not None
+    run = _implementation(op, format, implementation, strict, grouped, q=replace(q, axis=axes[0]))
+    result = list(run(tensor.x, amax, scale, tensor.group_sizes))
+    if scale is not None:  # which is given, so that amax is the kernel's
+        result[2::3] = (largest(of_part, tensor.part.axes(tensor.batch_dims)) for of_part in result[2::3])
+    return tuple(result)
 
 
 def dequantize(q: QuantizedTensor, dtype: np.dtype, implementation: Implementation):
@@ -62,9 +127,23 @@ def dequantize(q: QuantizedTensor, dtype: np.dtype, implementation: Implementati
     if q.grouped == "blocks":
         values = _decoded_grouped_blocks(q, dtype, implementation)
         return values if q.axis == 0 else values.swapaxes(-1, -2)
-    codes, scale = _stored_matrices(q)
-    values = _decoded(q, codes, scale, q.extent, dtype, implementation).reshape(*q.codes.shape[:-1], q.extent)
+    stored = replace(q, axis=-1, amax=None, inner=0)
+    if q.grouped or isinstance(q.codes, np.ndarray):
+        values = _decoded_part(stored, q.extent, dtype, implementation)
+    else:
+        values = _split_decode(stored, dtype, implementation)
     return values.swapaxes(-1, -2) if q.axis == 0 else values
+
+
+@partial(jax.jit, static_argnames=("dtype", "implementation"), inline=True)
+def _split_decode(q: QuantizedTensor, dtype: np.dtype, implementation: Implementation):
+    function = partial(_decoded_part, dtype=dtype, implementation=implementation)
+    return local(partitioned(partial(function, extent=q.extent), decode_rule(q, q.extent, function)))(q)
+
+
+def _decoded_part(q: QuantizedTensor, extent: int, dtype: np.dtype, implementation: Implementation):
+    codes, scale = _stored_matrices(q)
+    return _decoded(q, codes, scale, extent, dtype, implementation).reshape(*q.codes.shape[:-1], extent)
 
 
 def _decoded(q: QuantizedTensor, codes, scale, extent: int, dtype: np.dtype, implementation: Implementation):
@@ -165,7 +244,7 @@ def _per_tensor(op: str, name: str, value, tensor: Tensor, *, positive: bool):
                 ("positive finite values", "x is multiplied by it") if positive else ("values >= 0", "it is |x|")
             )
             raise ValueError(message(op, name, str(known), need, why, f"{name}=None"))
-    return (np if isinstance(tensor.x, np.ndarray) else jnp).asarray(value)
+    return (np if isinstance(tensor.array, np.ndarray) else jnp).asarray(value)
 
 
 # --- calling ---
@@ -173,21 +252,26 @@ def _per_tensor(op: str, name: str, value, tensor: Tensor, *, positive: bool):
 
 def _packed(arrays, tensor: Tensor, format: str, q: Float8Quantization) -> QuantizedTensor:
     codes, scale, amax = arrays
-    rows, block = tensor.rows(q.axis), FLOAT8_BLOCKS.get(q.scaling)
+    inner, rows, block = tensor.inner(codes, q.axis), tensor.rows(q.axis), FLOAT8_BLOCKS.get(q.scaling)
     by_row = block is not None and (q.tile == 1 or q.scaling == "mxfp8")
-    return QuantizedTensor(
-        codes=codes.reshape(*rows, codes.shape[-1]),
-        block_scale=scale.reshape(*rows, scale.shape[-1]) if by_row else scale,
+    if not inner:
+        codes = codes.reshape(*rows, codes.shape[-1])
+        scale = scale.reshape(*rows, scale.shape[-1]) if by_row else scale
+    packed = QuantizedTensor(
+        codes=codes,
+        block_scale=scale,
         amax=amax,
         group_sizes=tensor.group_sizes,
         format=format,
         axis=q.axis,
-        extent=stored(tensor.x.shape, q.axis)[1],
+        extent=tensor.leading[-1] if inner else stored(tensor.shape, q.axis)[1],
+        inner=inner,
         dtype=jnp.dtype(q.compute_dtype),
         block=None if block is None else (q.tile, block),
         power_of_two=q.power_of_two,
         grouped="" if tensor.group_sizes is None else "rows" if q.axis == -1 else "blocks",
     )
+    return packed if tensor.part.unflattened else packed.flattened
 
 
 def _choose(op: str, format: str, implementation: Implementation, *, grouped: bool, **static):
@@ -223,7 +307,7 @@ def _note(op: str, tensor: Tensor, q: Float8Quantization, axes: Axes, implementa
     """Record the call and the zeros that round its blocked extents up; under strict() refuse those that are known."""
     padding = 0
     for axis in axes:
-        rows, extent = stored(tensor.x.shape, axis)
+        rows, extent = stored(tensor.shape, axis)
         by_group = axis == 0 and tensor.groups is not None
         blocks = grouped_extent(extent, tensor.groups or 0, q.block) if by_group else padded(extent, q.block)
         padding += math.prod(tensor.batch) * rows * (blocks - extent)
@@ -231,6 +315,4 @@ def _note(op: str, tensor: Tensor, q: Float8Quantization, axes: Axes, implementa
             refuse_padding(op, "x", f"extent {extent} along axis {axis}", q.block)
         if rows % q.tile and is_strict():
             refuse_padding(op, "x", f"{rows} rows under a tile of {q.tile}", q.tile)
-    _record.record(
-        _record.CallEvent(_record.path(), op, tensor.x.shape, implementation or "chosen at lowering", padding)
-    )
+    _record.record(_record.CallEvent(_record.path(), op, tensor.shape, implementation or "chosen at lowering", padding))

@@ -1,6 +1,5 @@
 """grouped_dense: `dense` for groups of rows, each with a kernel of its own."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,16 +9,16 @@ from jax_fp4 import _record
 from jax_fp4._arguments import check_group_sizes, float_dtype, key_words
 from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._dense import (
-    Static,
-    affine,
+    Settings,
     check_bias,
     check_kernel,
     check_padding,
     check_x,
-    cost_of,
+    cut_by_mesh,
     frozen_format,
-    kernel_dtype,
+    over_mesh_or_here,
 )
+from jax_fp4._placement import LOCAL, Specs, WeightGather, place
 from jax_fp4._recipe import RecipeChoice
 from jax_fp4.delayed import State, check_state, is_used_again
 
@@ -33,6 +32,8 @@ def grouped_dense(
     recipe: RecipeChoice | None = None,
     key=None,
     state: State | None = None,
+    gather: WeightGather | None = None,
+    specs: Specs | None = None,
     preferred_element_type=None,
 ) -> Float[Array, "*b n"]:
     """y = x w + b for each group: x [..., k], kernel [g, k, n], bias [g, n] -> y [..., n] in x's dtype.
@@ -43,6 +44,8 @@ def grouped_dense(
     kernel: an array or, frozen, a QuantizedTensor blocked along k (`quantize(w, axis=0, batch_dims=1)`) or the pair
     `quantize_transpose(w, batch_dims=1)`.
     state: of DelayedScaling, from `jax_fp4.delayed.init(recipe, (g,))`, as in `dense`.
+    gather, specs: as in `dense`; specs.kernel cuts the groups in its first entry, specs.x the rows of these groups.
+        group_sizes are those of the local rows and groups.
     recipe, key, preferred_element_type, the three products, what is kept for them and the dtypes of gradients: as in
     `dense`; every group is quantized as if alone, with amaxes of its own. Without a recipe this is a product in x's
     dtype, differentiable, whose work does not grow with g. Raises TypeError, ValueError or UnsupportedError for what is
@@ -51,7 +54,11 @@ def grouped_dense(
     op = "grouped_dense"
     chosen = resolve(op, recipe)
     check_x(op, x)
-    g, k, n = shape = check_kernel(op, "kernel", kernel, f"x {x.shape}", x.shape[-1], grouped=True)
+    vector, x = x.ndim == 1, jnp.asarray(x)
+    x = x[None] if vector else x
+    cuts = cut_by_mesh(op, x, kernel, gather, specs)
+    placement = LOCAL if cuts else place(op, x.ndim, kernel, 3, gather, specs)
+    g, k, n = shape = check_kernel(op, "kernel", kernel, f"x {x.shape}", x.shape[-1], True, placement)
     check_bias(op, "bias", bias, shape)
     check_group_sizes(op, group_sizes, g)
     reason, frozen = chosen_by(op, recipe), frozen_format(kernel)
@@ -61,11 +68,7 @@ def grouped_dense(
     y_dtype = x.dtype
     if preferred_element_type is not None:
         y_dtype = float_dtype(op, "preferred_element_type", preferred_element_type, "y is written in it")
-    rows = jnp.asarray(x).reshape(math.prod(x.shape[:-1]), k)  # not -1: k may be 0
-    bias_dtype = None if bias is None else bias.dtype
-    static = Static(op, chosen, x.dtype, y_dtype, kernel_dtype(kernel), bias_dtype, is_used_again(state))
-    seed = None if key is None else key_words(op, key)
-    arguments = rows, kernel, bias, seed, jnp.asarray(group_sizes), state, static
-    _record.record(event._replace(cost=cost_of(*arguments) if chosen is not None else None))
-    y: Any = affine(*arguments)
-    return y.reshape(*x.shape[:-1], n)
+    operands = x, kernel, bias, None if key is None else key_words(op, key), jnp.asarray(group_sizes), state
+    settings = Settings(op, chosen, jnp.dtype(y_dtype), is_used_again(state), event)
+    y = over_mesh_or_here(operands, settings, placement, cuts)
+    return y[0] if vector else y

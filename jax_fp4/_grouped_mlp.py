@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_fp4 import _groups, _modes, _record
@@ -21,26 +22,39 @@ from jax_fp4._choosing import chosen_by, resolve
 from jax_fp4._dense import (
     SOME_SEED,
     check_bias,
+    check_drawn_rows,
     check_kernel,
     check_padding,
+    check_placement,
+    check_rows_of_groups,
     check_x,
+    cut_by_mesh,
     frozen_format,
     keep_state,
     kernel_dtype,
+    local_sizes,
+    planned,
     require_key,
     scales_of,
     seen_backward,
     seen_forward,
+    spec_of_bias,
+    spec_of_kernel,
+    whole_sum,
 )
-from jax_fp4._errors import message
-from jax_fp4._modes import Needs, Residuals, is_frozen
+from jax_fp4._errors import UnsupportedError, message
+from jax_fp4._meshes import Dims, Plan, over_mesh, reshaped, spec_of
+from jax_fp4._modes import Needs, Residuals, Scales, is_frozen
 from jax_fp4._ops import Made
+from jax_fp4._placement import LOCAL, Axes, Placement, Specs, WeightGather, alike, place, varying
 from jax_fp4._products import dots_with_groups, sum_of_groups
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, mode_of
 from jax_fp4._rules import is_kept, is_perturbed, keep, primals, refuse_perturbed
 from jax_fp4.delayed import State, check_state, is_used_again, refuse_used_again
 
 States = tuple[State | None, State | None]
+Gathers = tuple[WeightGather | None, WeightGather | None] | None
+PairOfSpecs = tuple[Specs, Specs] | None
 
 
 class Arguments(NamedTuple):
@@ -63,6 +77,8 @@ class Static(NamedTuple):
     dtype: np.dtype  # of x, of everything between the products, and of every high-precision product
     dtypes: tuple[np.dtype | None, ...]  # of the Arguments, and so of their gradients
     used_again: bool  # whether a delayed-scaling state was given to an earlier call too
+    placements: tuple[Placement, Placement] = (LOCAL, LOCAL)
+    states_over: tuple[Axes, Axes] = ((), ())  # mesh axes along which devices share the states
 
 
 class Kept(NamedTuple):
@@ -76,7 +92,7 @@ class Kept(NamedTuple):
     probs: Any
     group_sizes: Any
     states: tuple[Any, Any]  # of delayed scaling, after what the forward quantized
-    scales: tuple[Any, Any]  # what the two gradients of results are multiplied by under it
+    scales: tuple[Scales, Scales]  # what operands are multiplied by under it
 
 
 def recipe_of_second(recipe: RecipeChoice | None, out_recipe: RecipeChoice | None) -> RecipeChoice | None:
@@ -98,6 +114,8 @@ def grouped_mlp(
     out_recipe: RecipeChoice | None = None,
     key=None,
     state: States | None = None,
+    gather: Gathers = None,
+    specs: PairOfSpecs = None,
 ) -> Float[Array, "*b n"]:
     """y = p (act(x W_in + b_in) W_out + b_out) for each group of rows: x [..., k] -> y [..., n] in x's dtype.
 
@@ -109,6 +127,9 @@ def grouped_mlp(
         none. The two may have different backward modes.
     key: the JAX key of stochastic rounding; the products use fold_in(key, 0) and fold_in(key, 1).
     state: of DelayedScaling, a pair for the two products (None for one with another recipe), as in `grouped_dense`.
+    gather, specs: as in `grouped_dense`, a pair for the two products (gather: None for a kernel that is no shard); the
+        second Specs has in x how the activation lies. Where specs cut the hidden columns (tensor parallel: the last
+        entry of the first kernel, k of the second), w_in has a device's columns of the gate, then those it multiplies.
 
     Kept for the backward: what `grouped_dense` keeps for each product, and x W_in + b_in in x's dtype. The second input
     is kept packed in `default` (column-wise) and `dequant` (row-wise), and made again in `unquant`. Gradients have the
@@ -129,6 +150,8 @@ def grouped_mlp(
         out_recipe=out_recipe,
         key=key,
         state=state,
+        gather=gather,
+        specs=specs,
     )
 
 
@@ -148,14 +171,24 @@ def mlp_as(
     out_recipe,
     key,
     state,
+    gather: Gathers = None,
+    specs: PairOfSpecs = None,
+    placements: tuple[Placement, Placement] | None = None,
 ) -> Float[Array, "*b n"]:
     """`grouped_mlp`, known by the name `op` to errors and to the report. Not grouped (group_sizes None), all rows go
-    through the same kernels w_in [k, 2f], w_out [f, n] and biases [2f], [n]."""
+    through the same kernels w_in [k, 2f], w_out [f, n] and biases [2f], [n]. placements: what gather and specs say,
+    where it is known."""
     act = activation_of(op, activation)
     check_recipe(op, out_recipe, "out_recipe")
     first, second = resolve(op, recipe), resolve(op, recipe_of_second(recipe, out_recipe))
-    in_shape, shape = _check_operands(op, x, w_in, w_out, b_in, b_out, probs, act, grouped)
-    *groups, k, _ = in_shape
+    check_x(op, x)
+    rows = jnp.asarray(x) if x.ndim > 1 else jnp.asarray(x)[None]
+    cuts = None if placements else _cut_by_mesh(op, rows, (w_in, w_out), gather, specs)
+    placements = placements or (
+        (LOCAL, LOCAL) if cuts else _place(op, rows, (w_in, w_out), grouped, act.gated, gather, specs)
+    )
+    in_shape, shape = _check_operands(op, x, w_in, w_out, b_in, b_out, probs, act, grouped, placements)
+    *groups, _, _ = in_shape
     if grouped:
         check_group_sizes(op, group_sizes, groups[0])
         group_sizes = jnp.asarray(group_sizes)
@@ -166,36 +199,189 @@ def mlp_as(
         (second, shape, ("w_out (rows)", "w_out")),
     ):
         check_padding(op, chosen, *kernel_shape[-2:], m=None if grouped else m, names=names)
-    arguments = Arguments(
-        jnp.asarray(x).reshape(m, k), w_in, w_out, b_in, b_out, None if probs is None else probs.reshape(m)
-    )
     seeds = None
     if key is not None:
         key_words(op, key)  # refuses what is no key in our words, before fold_in does
         seeds = tuple(key_words(op, jax.random.fold_in(key, i)) for i in (0, 1))
+    events: Any = tuple(
+        _record.LayerEvent(
+            _record.path(), op, (*x.shape[:-1], kernel_shape[-2]), kernel_shape, chosen, chosen_by(op, given),
+            frozen=frozen_format(kernel),
+        )
+        for chosen, given, kernel, kernel_shape in (
+            (first, recipe, w_in, in_shape),
+            (second, recipe_of_second(recipe, out_recipe), w_out, shape),
+        )
+    )  # fmt: skip
+    probs = probs[None] if probs is not None and x.ndim == 1 else probs
+    operands = Arguments(rows, w_in, w_out, b_in, b_out, probs), seeds, group_sizes, states
+    settings = Settings(op, (first, second), act, any(map(is_used_again, states)), events)
+    y = _over_mesh(operands, settings, cuts) if cuts else _placed(*operands, settings, placements)
+    return y[0] if x.ndim == 1 else y
+
+
+class Settings(NamedTuple):
+    """Of one call, whatever part of the operands a device has."""
+
+    op: str
+    recipes: tuple[Recipe | None, Recipe | None]
+    activation: Activation
+    used_again: bool
+    events: tuple[_record.LayerEvent, _record.LayerEvent]
+
+
+def _cut_by_mesh(op: str, x, kernels, gather, specs) -> tuple[Any, Any] | None:
+    """How x and the two kernels are cut at the level of jit, as `_dense.cut_by_mesh` says of each product."""
+    gathers, pair = (_pair(op, name, given) for name, given in (("gather", gather), ("specs", specs)))
+    cuts = [cut_by_mesh(op, x, kernel, *of_one) for kernel, *of_one in zip(kernels, gathers, pair, strict=True)]
+    if not any(cuts):
+        return None
+    first, second = (
+        one or {"x": ((),) * x.ndim, "kernel": ((),) * _ndim(w)} for one, w in zip(cuts, kernels, strict=True)
+    )
+    return first, second
+
+
+def _ndim(kernel: Any) -> int:
+    return _modes.along_k(kernel).ndim if is_frozen(kernel) else kernel.ndim
+
+
+def _over_mesh(operands: tuple, settings: Settings, cuts) -> Float[Array, "*m n"]:
+    """`_placed`, over the mesh that cuts the operands."""
+    arguments, _, group_sizes, _ = operands
+    kernels = arguments.w_in, arguments.w_out
+    dims = cuts[0]["x"], cuts[0]["kernel"], cuts[1]["kernel"]
+    first, second = plan_mlp(settings.op, settings.recipes, dims, kernels, settings.activation.gated)
+    if group_sizes is not None:
+        check_rows_of_groups(settings.op, first)
+    placements, halves = (first.placement, second.placement), first.placement.y.halves
+
+    def of_part(arguments, seeds, group_sizes, states):
+        if group_sizes is not None:
+            group_sizes = local_sizes(group_sizes, first.x[0], arguments.x)
+        if halves:
+            arguments = arguments._replace(w_in=one_run(arguments.w_in), b_in=one_run(arguments.b_in))
+        return _placed(arguments, seeds, group_sizes, states, settings, placements)
+
+    parts = Arguments(
+        spec_of(first.x),
+        spec_of_kernel(arguments.w_in, first),
+        spec_of_kernel(arguments.w_out, second),
+        spec_of_bias(arguments.b_in, first),
+        spec_of_bias(arguments.b_out, second),
+        spec_of(first.x[:-1]),
+    )
+    if halves:
+        (w_in, of_w_in), (b_in, of_b_in) = (
+            halves_of(getattr(arguments, n), getattr(parts, n)) for n in ("w_in", "b_in")
+        )
+        arguments, parts = arguments._replace(w_in=w_in, b_in=b_in), parts._replace(w_in=of_w_in, b_in=of_b_in)
+        operands = arguments, *operands[1:]
+    return over_mesh(of_part, (parts, *[PartitionSpec()] * 3), spec_of(second.y), *operands)
+
+
+def plan_mlp(
+    op: str, recipes, dims: tuple[Dims, Dims, Dims], kernels, gated: bool, experts: Axes = ()
+) -> tuple[Plan, Plan]:  # fmt: skip
+    """`planned` of both products; dims of x, w_in and w_out. experts: the axes that cut them, rows being where theirs
+    are."""
+    x, w_in, w_out = dims
+    columns = not is_frozen(kernels[1])  # which is whole on each device, and so is what it multiplies
+    first = planned(op, recipes[0], {"x": x, "kernel": w_in}, kernels[0], columns=columns, gated=gated, experts=experts)
+    _refuse_contracted(op, first.placement)
+    # y's columns whole: the activation's gradient would be a sum over devices, and is quantized
+    second = planned(op, recipes[1], {"x": first.y, "kernel": w_out}, kernels[1], columns=False, experts=experts)
+    return first, second
+
+
+def halves_of(a: Any, spec: PartitionSpec) -> tuple[Any, PartitionSpec]:
+    """[..., 2 f] as [..., 2, f], both halves cut as `spec` says of the whole: a device has its part of each."""
+    if a is None:
+        return a, spec
+    spec = PartitionSpec(*spec[:-1], None, spec[-1])
+    return reshaped(a, (*a.shape[:-1], 2, a.shape[-1] // 2), spec), spec
+
+
+def one_run(a: Any) -> Any:
+    return None if a is None else a.reshape(*a.shape[:-2], -1)
+
+
+def _placed(
+    arguments: Arguments, seeds, group_sizes, states, settings: Settings, placements
+) -> Float[Array, "*m n"]:  # fmt: skip
+    """`_mlp` of operands that lie as `placements` say, recorded. Of groups, x is flattened to rows."""
+    op, recipes, activation, used_again, events = settings
+    leading = arguments.x.shape[:-1]
+    if group_sizes is not None:
+        rows, probs = _matrix(arguments.x), arguments.probs
+        probs = None if probs is None else probs.reshape(rows.shape[0])
+        arguments, placements = arguments._replace(x=rows, probs=probs), tuple(one.of_rows() for one in placements)
+    if group_sizes is None:
+        for recipe, placement in zip(recipes, placements, strict=True):
+            check_drawn_rows(op, arguments.x.shape, recipe, placement)
+    axes, of_sum = placements[1].contracted, (arguments.b_out, group_sizes, arguments.x.dtype, arguments.probs)
+    if axes:  # the bias is added to the whole sum
+        arguments = arguments._replace(b_out=None)
+    for i, kernel in enumerate((arguments.w_in, arguments.w_out)):
+        shard = _modes.along_k(kernel).shape if is_frozen(kernel) else kernel.shape
+        names = f"gather[{i}]", f"specs[{i}]"
+        check_placement(op, kernel, placements[i].gathered_shape(shard), recipes[i], placements[i], names)
+    arguments, seeds, group_sizes = alike(arguments, seeds, group_sizes)
     dtypes = tuple(None if a is None else kernel_dtype(a) for a in arguments)
-    static = Static(op, (first, second), act, x.dtype, dtypes, any(map(is_used_again, states)))
+    over: Any = tuple(tuple(sorted(varying(arguments) - varying(one))) for one in states)
+    static = Static(op, recipes, activation, arguments.x.dtype, dtypes, used_again, placements, over)
     cost = _cost_of(arguments, seeds, group_sizes, states, static)
-    for chosen, given, kernel, kernel_shape, whole in (
-        (first, recipe, w_in, in_shape, cost),
-        (second, recipe_of_second(recipe, out_recipe), w_out, shape, None),
-    ):
-        shapes, frozen = ((*x.shape[:-1], kernel_shape[-2]), kernel_shape), frozen_format(kernel)
-        _record.record(_record.LayerEvent(_record.path(), op, *shapes, chosen, chosen_by(op, given), whole, frozen))
+    for event, whole in zip(events, (cost, None), strict=True):
+        _record.record(event._replace(cost=whole))
     y: Any = _mlp(arguments, seeds, group_sizes, states, static)
-    return y.reshape(*x.shape[:-1], shape[-1])
+    if axes:
+        y = whole_sum(y, axes, *of_sum)
+    return y.reshape(*leading, y.shape[-1])
 
 
-def _check_operands(op: str, x, w_in, w_out, b_in, b_out, probs, act: Activation, grouped: bool):
+def _pair(op: str, name: str, given) -> tuple[Any, Any]:
+    pair = (None, None) if given is None else given
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        why, fix = "there are two products", f"{name}=(of w_in, of w_out)"
+        raise TypeError(message(op, name, f"a {type(given).__name__}", "a pair", why, fix))
+    return pair
+
+
+def _place(op: str, x, kernels, grouped: bool, gated: bool, gather, specs) -> tuple[Placement, Placement]:
+    """How the operands of the two products lie, inside the user's shard_map."""
+    gathers, pair = (_pair(op, name, given) for name, given in (("gather", gather), ("specs", specs)))
+    placements = []
+    for i, (kernel, of_kernel, of_both) in enumerate(zip(kernels, gathers, pair, strict=True)):
+        names = f"gather[{i}]", f"specs[{i}]", ("w_in", "w_out")[i]
+        placements.append(place(op, x.ndim, kernel, 2 + grouped, of_kernel, of_both, names))
+    first, second = placements
+    if first.y != second.x:
+        shown, needs = f"an activation cut by {second.x.dims}", f"{first.y.dims}, as the first product leaves it"
+        raise ValueError(message(op, "specs[1].x", shown, needs, "it is what lies there", "that PartitionSpec"))
+    _refuse_contracted(op, first)
+    if pair[1] is not None and (cut := second.kernel.dims[-1]):
+        why, fix = "the activation's gradient is quantized, and would be a sum over devices", "a WeightGather of w_out"
+        raise UnsupportedError(message(op, "specs[1].kernel", f"cut by {cut} along n", "whole columns", why, fix))
+    return first._replace(gated=gated), second
+
+
+def _refuse_contracted(op: str, first: Placement) -> None:
+    if first.contracted:
+        why = "the activation is of whole sums, which would have to be added up between the products"
+        fix = "x with all its columns on each device (jax.sharding.reshard, or another in_specs)"
+        raise UnsupportedError(message(op, "x", f"cut by {first.contracted} along k", "whole rows", why, fix))
+
+
+def _check_operands(op: str, x, w_in, w_out, b_in, b_out, probs, act: Activation, grouped: bool, placements):
     """The shapes of the two kernels, and that everything fits them."""
     check_x(op, x)
-    in_shape = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped=grouped)
+    in_shape = check_kernel(op, "w_in", w_in, f"x {x.shape}", x.shape[-1], grouped, placements[0])
     *groups, _, hidden = in_shape
     if act.gated and hidden % 2:
         why, fix = f"{act.name} is gated: half of them are the gate", "w_in [..., k, 2f], gate columns first"
         raise ValueError(message(op, "w_in", f"of shape {in_shape}", "an even number of columns", why, fix))
     f = hidden // 2 if act.gated else hidden
-    shape = check_kernel(op, "w_out", w_out, f"the activation {(*x.shape[:-1], f)}", f, grouped=grouped)
+    shape = check_kernel(op, "w_out", w_out, f"the activation {(*x.shape[:-1], f)}", f, grouped, placements[1])
     if [*shape[:-2]] != groups:
         why = f"w_in {in_shape} has {groups[0]} groups"
         fix = "kernels of the same experts"
@@ -232,7 +418,9 @@ def _cost_of(arguments: Arguments, seeds, group_sizes, states, static: Static):
         return _mlp(rest._replace(**free), *more, static)
 
     rest = arguments._replace(**dict.fromkeys(free))
-    return _record.cost_of(call, free, rest, seeds or (SOME_SEED, SOME_SEED), group_sizes, states)
+    return _record.cost_of(
+        static.placements != (LOCAL, LOCAL), call, free, rest, seeds or (SOME_SEED, SOME_SEED), group_sizes, states
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -270,20 +458,21 @@ def _forward(arguments: Arguments, seeds, group_sizes, states, static: Static, n
     seed, out_seed = (None, None) if seeds is None else seeds
     if probs is not None:  # those of the tail may be NaN
         probs = jnp.where(_groups.group_of_rows(group_sizes, x.shape[0]) < group_sizes.shape[0], probs, 0)
-    state, out_state = states
-    qx, qw = _modes.operands(x, w_in, recipe, needs_in, group_sizes, scales=scales_of(state))
+    (state, out_state), (place_in, place_out) = states, static.placements
+    qx, qw = _modes.operands(x, w_in, recipe, needs_in, group_sizes, scales=scales_of(state), placement=place_in)
     state = seen_forward(state, recipe, qx.forward, None if is_frozen(w_in) else qw.forward)
     h = _modes.multiply(qx, qw, dtype, group_sizes, compute=dtype, bias=b_in)  # [m,h] = [m,k] @ [g,k,h]
-    first = _modes.residuals(x, w_in, seed, qx, qw, recipe, needs_in, group_sizes)
+    first = _modes.residuals(x, w_in, seed, qx, qw, recipe, needs_in, group_sizes, place_in)
 
     a = _weighted(static.activation(h.astype(jnp.float32)), probs).astype(dtype)
     # Where it is quantized, CUDA makes it of h in the same call; no mode keeps it, so nothing outside reads it there.
-    made, scales = Made(h, probs, static.activation), scales_of(out_state)
-    qa, qw = _modes.operands(a, w_out, out_recipe, needs_out, group_sizes, made, scales)
+    made, scales = Made(_matrix(h), probs, static.activation), scales_of(out_state)
+    qa, qw = _modes.operands(a, w_out, out_recipe, needs_out, group_sizes, made, scales, place_out)
     out_state = seen_forward(out_state, out_recipe, qa.forward, None if is_frozen(w_out) else qw.forward)
     weights = None if probs is None or b_out is None else probs.astype(jnp.float32)
-    y = _modes.multiply(qa, qw, dtype, group_sizes, compute=dtype, bias=b_out, bias_weights=weights)
-    second = _modes.residuals(a, w_out, out_seed, qa, qw, out_recipe, needs_out, group_sizes)
+    y_dtype = jnp.float32 if place_out.contracted else dtype  # of a partial sum
+    y = _modes.multiply(qa, qw, y_dtype, group_sizes, compute=dtype, bias=b_out, bias_weights=weights)
+    second = _modes.residuals(a, w_out, out_seed, qa, qw, out_recipe, needs_out, group_sizes, place_out)
     # unquant's dw_out reads a, which h gives again
     remake = needs_out.kernel and mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT
     if mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT:
@@ -298,7 +487,7 @@ def _forward(arguments: Arguments, seeds, group_sizes, states, static: Static, n
         probs,
         group_sizes,
         (state, out_state),
-        tuple(scales_of(s).dy for s in states),
+        (scales_of(state), scales_of(out_state)),
     )
 
 
@@ -310,12 +499,14 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
     if kept.remake.size:
         a = _weighted(static.activation(kept.h.astype(jnp.float32)), probs).astype(dtype)
         second = second._replace(x=a)
-    (state, out_state), (scale, out_scale) = kept.states, kept.scales
-    da, dw_out, amax = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes, out_scale)
-    out_state = seen_backward(out_state, out_recipe, amax)
-    db_out = None if b_out is None else sum_of_groups(_weighted(dy, probs), sizes).astype(dtypes.b_out)
+    (state, out_state), (scales, out_scales) = kept.states, kept.scales
+    (place_in, place_out), (over, out_over) = static.placements, static.states_over
+    dy = dy.astype(dtype)
+    da, dw_out, amax = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes, out_scales, place_out)
+    out_state = seen_backward(out_state, out_recipe, amax, out_over)
+    db_out = None if b_out is None else sum_of_groups(_matrix(_weighted(dy, probs)), sizes).astype(dtypes.b_out)
     if da is None:
-        states = seen_backward(state, recipe, None), out_state
+        states = seen_backward(state, recipe, None, over), out_state
         return Arguments(None, None, dw_out, None, db_out, None), None, None, states
 
     value, pull = jax.vjp(static.activation, kept.h.astype(jnp.float32))
@@ -326,13 +517,17 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
             d_probs += dots_with_groups(dy, b_out, sizes)
         d_probs = d_probs.astype(probs.dtype)
     dh = pull(_weighted(da.astype(jnp.float32), probs))[0].astype(dtype)
-    dx, dw_in, amax = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes, scale)
-    db_in = None if dtypes.b_in is None else sum_of_groups(dh, sizes).astype(dtypes.b_in)
-    states = seen_backward(state, recipe, amax), out_state
+    dx, dw_in, amax = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes, scales, place_in)
+    db_in = None if dtypes.b_in is None else sum_of_groups(_matrix(dh), sizes).astype(dtypes.b_in)
+    states = seen_backward(state, recipe, amax, over), out_state
     return Arguments(dx, dw_in, dw_out, db_in, db_out, d_probs), None, None, states
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd, symbolic_zeros=True)
+
+
+def _matrix(values: Float[Array, "*m n"]) -> Float[Array, "m n"]:
+    return values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
 
 
 def _weighted(values: Float[Array, "m f"], probs) -> Float[Array, "m f"]:

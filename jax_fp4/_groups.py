@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from jax_fp4._formats import BLOCK, grouped_extent
+from jax_fp4._lowering import local
 
 AnyArray = Array | np.ndarray
 
@@ -34,26 +35,31 @@ class Columns(NamedTuple):
 
 
 def bounds(group_sizes: Int[AnyArray, "*B g"], m: int) -> Bounds:
-    xp: Any = np if isinstance(group_sizes, np.ndarray) else jnp
-    sizes = xp.clip(group_sizes, 0, m)
-    if xp is np:
-        ends = np.minimum(np.cumsum(sizes, axis=-1, dtype=np.int64), m).astype(np.int32)
-    else:
+    if isinstance(group_sizes, np.ndarray):
+        ends = np.minimum(np.cumsum(np.clip(group_sizes, 0, m), axis=-1, dtype=np.int64), m).astype(np.int32)
+        return Bounds(np.concatenate([np.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1), ends)
+
+    def of(group_sizes):
         # Sums that stop at m: jax has no int64, and two sizes of 2^31 - 1 are somebody's data.
-        ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, m), sizes.astype(jnp.uint32), axis=-1)
-        ends = ends.astype(jnp.int32)
-    starts = xp.concatenate([xp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
-    return Bounds(starts, ends)
+        sizes = jnp.clip(group_sizes, 0, m).astype(jnp.uint32)
+        ends = lax.associative_scan(lambda a, b: jnp.minimum(a + b, m), sizes, axis=-1).astype(jnp.int32)
+        return Bounds(jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1), ends)
+
+    return local(of)(group_sizes)
 
 
 def group_of(ends: Int[AnyArray, "*B g"], count: int) -> Int[AnyArray, "*B {count}"]:
     """The group of each of `count` rows (or blocks), g for those from the last end on."""
     if isinstance(ends, np.ndarray):
         return (ends[..., None, :] <= np.arange(count)[:, None]).sum(-1).astype(np.int32)
-    # One step at each end, then a running sum: not m x g comparisons.
-    steps = jnp.zeros((*ends.shape[:-1], count + 1), jnp.int32)
-    at = (*jnp.indices(ends.shape, jnp.int32)[:-1], ends)
-    return jnp.cumsum(steps.at[at].add(1)[..., :count], axis=-1, dtype=jnp.int32)
+
+    def of(ends):
+        # One step at each end, then a running sum: not m x g comparisons.
+        steps = jnp.zeros((*ends.shape[:-1], count + 1), jnp.int32)
+        at = (*jnp.indices(ends.shape, jnp.int32)[:-1], ends)
+        return jnp.cumsum(steps.at[at].add(1)[..., :count], axis=-1, dtype=jnp.int32)
+
+    return local(of)(ends)
 
 
 def group_of_rows(group_sizes: Int[AnyArray, "*B g"], m: int) -> Int[AnyArray, "*B {m}"]:
@@ -73,6 +79,12 @@ def columns(group_sizes: Int[AnyArray, "*B g"], m: int, block: int = BLOCK) -> C
     within = xp.arange(extent, dtype=np.int32) - of_group(block * first, by_position, 0)
     row = of_group(starts, by_position, 0) + within
     return Columns(xp.where(row < of_group(ends, by_position, 0), row, m), first, blocks, group)
+
+
+def window(group_sizes: Int[Array, " g"], first: Any, m: int, total: int) -> Int[Array, " g"]:
+    """The sizes of the groups within rows first to first + m, of `total` that they cut."""
+    starts, ends = (jnp.clip(at - first.astype(jnp.int32), 0, m) for at in bounds(group_sizes, total))
+    return ends - starts
 
 
 class Layout(NamedTuple):
@@ -126,9 +138,13 @@ def of_group(values: AnyArray, group: Int[AnyArray, "*B n"], tail: Any) -> AnyAr
     """values [*B, g, *rest] of the group of each row, [*B, n, *rest]; `tail` for the rows that have none."""
     xp: Any = np if isinstance(values, np.ndarray) else jnp
     axis = group.ndim - 1
-    beyond = xp.full_like(values, tail, shape=(*values.shape[:axis], 1, *values.shape[axis + 1 :]))
-    index = group.reshape(*group.shape, *[1] * (values.ndim - group.ndim))
-    return xp.take_along_axis(xp.concatenate([values, beyond], axis=axis), index, axis=axis)
+
+    def taken(values, group):
+        beyond = xp.full_like(values, tail, shape=(*values.shape[:axis], 1, *values.shape[axis + 1 :]))
+        index = group.reshape(*group.shape, *[1] * (values.ndim - group.ndim))
+        return xp.take_along_axis(xp.concatenate([values, beyond], axis=axis), index, axis=axis)
+
+    return (taken if xp is np else local(taken))(values, group)
 
 
 def largest(values: AnyArray, group: Int[AnyArray, "*B n"], groups: int) -> AnyArray:

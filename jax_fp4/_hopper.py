@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from jax_fp4 import _ffi, reference
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._formats import BLOCK, INTERLEAVE, PACK, grouped_extent, padded
-from jax_fp4._lowering import choose, is_partitioned
+from jax_fp4._lowering import choose, is_partitioned, local
 
 MOST_GROUPS = 1024
 MOST = 2**31 - 1 - BLOCK * MOST_GROUPS  # of any extent: positions are int32, and groups of rows may be padded to blocks
@@ -34,7 +34,7 @@ def chosen(native, otherwise, static, *operands, batched: bool = True) -> Array:
     the GPUs are Hopper's, else `otherwise`. Jitted for eager calls, which find their compiled program; in a traced one
     nothing is around it."""
     functions = (partial(function, static=static) for function in (native, otherwise))
-    return choose(*functions, usable=_on_hopper, batched=batched)(*operands)
+    return local(choose(*functions, usable=_on_hopper, batched=batched))(*operands)
 
 
 def _on_hopper(context) -> bool:

@@ -4,15 +4,17 @@ platform, so none of these is known while it is traced. And what is refused wher
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, assert_never
+from typing import Any, Literal, NamedTuple, assert_never
 
 import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_fp4._errors import UnsupportedError, message
+from jax_fp4._placement import vary, varying
 
 # --- refuse ---
 
@@ -93,14 +95,14 @@ def _(*_, otherwise, **__):
 
 
 def _choose_lowering(context, *arguments, cuda, otherwise, usable, batched):
-    return _lowered(context, otherwise, arguments)
+    return lowered(context, otherwise, arguments)
 
 
 def _choose_lowering_for_cuda(context, *arguments, cuda, otherwise, usable, batched):
-    return _lowered(context, cuda if usable(context) else otherwise, arguments)
+    return lowered(context, cuda if usable(context) else otherwise, arguments)
 
 
-def _lowered(context, jaxpr, arguments):
+def lowered(context, jaxpr, arguments):
     """Of several platforms each gets functions of its own: JAX shares those of jitted functions, of which one inside
     may be another choice."""
     module = context.module_context
@@ -159,12 +161,76 @@ ad.primitive_jvps[_choose_p] = _choose_jvp
 partial_eval.dce_rules[_choose_p] = _choose_dce
 
 
+# --- local ---
+
+_local_p = core.Primitive("jax_fp4_local")
+_local_p.multiple_results = True
+
+
+def local(function):
+    """`function`, which is of each device's arrays and moves nothing between devices, inside shard_map too.
+
+    With check_vma=True JAX types every value there with the mesh axes over which it varies, and loops, branches and FFI
+    calls want all types to agree. None of that is seen in here: all results vary over what any argument does.
+    """
+
+    def called(*arguments):
+        leaves, tree = jax.tree.flatten(arguments)
+        axes = varying(leaves)
+        if not axes:
+            return function(*arguments)
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        with use_abstract_mesh(NO_MESH):
+            jaxpr, out = jax.make_jaxpr(lambda *a: function(*jax.tree.unflatten(tree, a)), return_shape=True)(*shapes)
+        results = _local_p.bind(*vary(leaves, axes), jaxpr=jaxpr)
+        return jax.tree.unflatten(jax.tree.structure(out), results)
+
+    return called
+
+
+NO_MESH = AbstractMesh((), ())
+
+
+@_local_p.def_abstract_eval
+def _(*arguments, jaxpr):
+    mesh, kind = arguments[0].sharding.mesh, arguments[0].manual_axis_type
+
+    def result(a):
+        place = NamedSharding(mesh, PartitionSpec(*[None] * a.ndim))
+        return ShapedArray(a.shape, a.dtype, sharding=place, manual_axis_type=kind)
+
+    return [result(a) for a in jaxpr.out_avals]
+
+
+def _local_lowering(context, *arguments, jaxpr):
+    context = context.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
+    with use_abstract_mesh(NO_MESH):
+        return lowered(context, jaxpr, arguments)
+
+
+def _local_batching(arguments, dimensions, *, jaxpr):
+    results = local(jax.vmap(core.jaxpr_as_fun(jaxpr), in_axes=tuple(dimensions)))(*arguments)
+    return results, [0] * len(results)
+
+
+def _local_dce(used, *more):
+    *_, equation = more
+    if not any(used):
+        return [False] * len(equation.invars), None
+    return [True] * len(equation.invars), equation
+
+
+mlir.register_lowering(_local_p, _local_lowering)
+batching.primitive_batchers[_local_p] = _local_batching
+partial_eval.dce_rules[_local_p] = _local_dce
+
+
 # --- undifferentiable ---
 
 
 def undifferentiable(op: str, function):
     """`function`, raising where it would be differentiated: through packed bytes every gradient is zero."""
-    guarded = jax.custom_jvp(function)
+    guarded = jax.custom_jvp(local(function))
     operand = "q (or a quantized kernel)" if op == "dequantize" else "x"
 
     @guarded.defjvp
@@ -224,5 +290,70 @@ def native_or_reference(
             otherwise = fallback
         case _:
             assert_never(implementation)
-    choose = partial(jax.lax.platform_dependent, **dict.fromkeys(platforms, native), default=otherwise)
-    return jax.jit(undifferentiable(op, choose), inline=True)
+    return jax.jit(undifferentiable(op, _native_or(native, otherwise, platforms)), inline=True)
+
+
+_native_p = core.Primitive("jax_fp4_native")
+_native_p.multiple_results = True
+
+
+class _Flat(NamedTuple):
+    """A function of leaves."""
+
+    function: Callable
+    tree: Any
+
+    def __call__(self, *leaves):
+        return jax.tree.leaves(self.function(*jax.tree.unflatten(self.tree, leaves)))
+
+
+class _Mapped(NamedTuple):
+    function: Callable
+    axes: tuple[int | None, ...]
+
+    def __call__(self, *leaves):
+        return jax.vmap(self.function, in_axes=self.axes)(*leaves)
+
+
+def _native_or(native, otherwise, platforms: tuple[str, ...]):
+    """native(*arrays) in a program that is lowered for one of the platforms, elsewhere `otherwise`, which is traced
+    only then: lax.platform_dependent would trace the specification into every program, for longer than all the rest."""
+
+    def run(*arguments):
+        leaves, tree = jax.tree.flatten(arguments)
+        jaxpr, shapes = jax.make_jaxpr(lambda *a: native(*jax.tree.unflatten(tree, a)), return_shape=True)(*leaves)
+        results = _native_p.bind(*leaves, native=jaxpr, otherwise=_Flat(otherwise, tree), platforms=platforms)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return run
+
+
+@_native_p.def_impl
+def _(*arguments, **static):
+    with jax.disable_jit(False):
+        return jax.jit(partial(_native_p.bind, **static))(*arguments)
+
+
+@_native_p.def_abstract_eval
+def _(*_, native, **__):
+    return native.out_avals
+
+
+def _native_lowering(platform: str | None, context, *arguments, native, otherwise, platforms):
+    if platform in platforms:
+        return lowered(context, native, arguments)
+    return mlir.lower_fun(otherwise)(context, *arguments)
+
+
+def _native_batching(arguments, dimensions, *, native, otherwise, platforms):
+    axes = tuple(dimensions)
+    jaxpr = jax.make_jaxpr(jax.vmap(core.jaxpr_as_fun(native), in_axes=axes))(*arguments)
+    results = _native_p.bind(*arguments, native=jaxpr, otherwise=_Mapped(otherwise, axes), platforms=platforms)
+    return results, [0] * len(results)
+
+
+mlir.register_lowering(_native_p, partial(_native_lowering, None))
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(_native_p, partial(_native_lowering, _platform), platform=_platform)
+batching.primitive_batchers[_native_p] = _native_batching
+partial_eval.dce_rules[_native_p] = _local_dce

@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jax_fp4._activations import Activation
-from jax_fp4._grouped_mlp import States, mlp_as
+from jax_fp4._grouped_mlp import Gathers, PairOfSpecs, States, mlp_as
 from jax_fp4._norm import normalize
 from jax_fp4._recipe import RecipeChoice
 
@@ -27,6 +27,8 @@ def layernorm_mlp(
     out_recipe: RecipeChoice | None = None,
     key=None,
     state: States | None = None,
+    gather: Gathers = None,
+    specs: PairOfSpecs = None,
 ) -> Float[Array, "*b n"]:
     """y = act(norm(x) W_in + b_in) W_out + b_out: x [..., k] -> y [..., n] in x's dtype.
 
@@ -38,6 +40,7 @@ def layernorm_mlp(
         none. The two may have different backward modes.
     key: the JAX key of stochastic rounding; the products use fold_in(key, 0) and fold_in(key, 1).
     state: of DelayedScaling, a pair for the two products (None for one with another recipe), as in `dense`.
+    gather, specs: a pair for the two products, as in `grouped_mlp`.
 
     Kept for the backward: what `layernorm_dense` keeps for norm and first product; norm(x) W_in + b_in in x's dtype;
     the second input packed in `default` (column-wise) and `dequant` (row-wise), and in `unquant` nothing: it is made
@@ -45,7 +48,16 @@ def layernorm_mlp(
     described here.
     """
     op = "layernorm_mlp"
-    normed = normalize(op, x, scale, norm_bias, norm=norm, epsilon=epsilon, zero_centered_scale=zero_centered_scale)
+    normed = normalize(
+        op,
+        x,
+        scale,
+        norm_bias,
+        norm=norm,
+        epsilon=epsilon,
+        zero_centered_scale=zero_centered_scale,
+        specs=specs[0] if isinstance(specs, tuple) and specs else None,
+    )
     return mlp_as(
         op,
         normed,
@@ -60,4 +72,6 @@ def layernorm_mlp(
         out_recipe=out_recipe,
         key=key,
         state=state,
+        gather=gather,
+        specs=specs,
     )

@@ -12,8 +12,10 @@ from jax_fp4 import reference
 from jax_fp4._array import QuantizedTensor, block_length, scaling, stored_dtypes
 from jax_fp4._errors import message
 from jax_fp4._formats import padded
+from jax_fp4._gather import gathered, packed_plane, quantized_plane, reduce_dtype, scattered
 from jax_fp4._ops import Made, quantize, quantize_made, quantize_transpose
-from jax_fp4._products import grouped_product, product
+from jax_fp4._placement import LOCAL, UNFLATTENED, WHOLE, Part, Placement
+from jax_fp4._products import contraction, grouped_product, product
 from jax_fp4._recipe import BackwardMode, Recipe, Scaling, draws, mode_of, scaling_of
 from jax_fp4._rules import is_kept, keep
 
@@ -66,7 +68,9 @@ def quantized(
 
     made: what `a` is made of, where that is known.
     """
-    if row is not None and made is not None and row.format == "nvfp4":
+    # Of groups on one device: of a part, the amax is that of all, and without groups XLA may partition the call.
+    whole = flags.get("specs", WHOLE) == WHOLE
+    if row is not None and made is not None and row.format == "nvfp4" and whole:
         both = column == row
         mine = dict(row_scaled=row.row_scaled, four_over_six=row.four_over_six, group_sizes=flags["group_sizes"])
         first, *rest = quantize_made(a, made, both=both, hadamard=row.hadamard, **mine)
@@ -84,44 +88,80 @@ def quantized(
 
 
 def planes_of_x(
-    x: Float[Array, "m k"], recipe: Recipe, backward: bool, group_sizes=None, made: Made | None = None, scale=None
-) -> Planes:
+    x: Float[Array, "*m k"], recipe: Recipe, backward: bool, group_sizes=None, made: Made | None = None, scale=None,
+    part: Part = WHOLE,
+) -> Planes:  # fmt: skip
     """Q(x) row-wise and, if `backward`, column-wise where the weight gradient wants it."""
     column = scaling_of(recipe, "wgrad", "x") if backward else None
+    part = _kept_apart(part, group_sizes)
     row, column = quantized(
-        x, scaling_of(recipe, "forward", "x"), column, made=made, group_sizes=group_sizes, scale=scale
+        x, scaling_of(recipe, "forward", "x"), column, made=made, group_sizes=group_sizes, scale=scale, specs=part
     )
     return Planes(x if row is None else row, column)
 
 
-def planes_of_kernel(kernel: Any, recipe: Recipe, dtype, backward: bool, scale=None) -> Planes:
+def _kept_apart(part: Part, group_sizes) -> Part:
+    """Of what `contraction` takes: its column-wise codes keep the leading dimensions."""
+    return UNFLATTENED if part == WHOLE and group_sizes is None else part
+
+
+def planes_of_kernel(
+    kernel: Any, recipe: Recipe | None, dtype, backward: bool, scale=None, placement: Placement = LOCAL
+) -> Planes:
     """Q(w) blocked along k and, if `backward`, along n where the input gradient wants it. float32 master weights are
-    rounded to the compute dtype on the way; a frozen kernel is what it is."""
+    rounded to the compute dtype on the way; a frozen kernel is what it is. What a WeightGather gathers is blocked along
+    k alone: the backward gathers again."""
+    backward = backward and not placement.gathers
     along_rows = scaling_of(recipe, "dgrad", "kernel") if backward else None
+    column = scaling_of(recipe, "forward", "kernel")
     if is_frozen(kernel):
-        return Planes(along_k(kernel), along_n(kernel) if along_rows is not None else None)
+        plane = packed_plane(along_k(kernel), placement)
+        return Planes(plane, along_n(kernel) if along_rows is not None else None)
+    if placement.gathers:
+        if column is None:
+            return Planes(gathered(kernel, placement, dtype))
+        return Planes(quantized_plane(kernel, column, 0, placement, dtype, scale))
     # each expert's matrix is a tensor of its own
-    flags: dict[str, Any] = dict(batch_dims=kernel.ndim - 2, dtype=dtype, scale=scale)
-    row, column = quantized(kernel, along_rows, scaling_of(recipe, "forward", "kernel"), **flags)
+    flags: dict[str, Any] = dict(batch_dims=kernel.ndim - 2, dtype=dtype, scale=scale, specs=placement.kernel)
+    row, column = quantized(kernel, along_rows, column, **flags)
     return Planes(kernel if column is None else column, row)
+
+
+def gathered_again(
+    shard: Any, recipe: Recipe | None, dtype, placement: Placement, scale=None
+) -> Float[Array, "*g k n"] | QuantizedTensor:
+    """What the input gradient multiplies of a kernel of which a shard was kept."""
+    if isinstance(shard, QuantizedTensor):  # frozen, and the right plane
+        return packed_plane(shard, placement)
+    forward, axis = scaling_of(recipe, "forward", "kernel"), 0
+    match mode_of(recipe, "dgrad"):
+        case BackwardMode.DEFAULT:
+            scaling, axis = scaling_of(recipe, "dgrad", "kernel"), -1
+        case BackwardMode.UNQUANT:
+            scaling = None
+        case BackwardMode.DEQUANT:
+            scaling = forward
+    if scaling is None:
+        return gathered(shard, placement, dtype)
+    return quantized_plane(shard, scaling, axis, placement, dtype, scale)
 
 
 def operands(
     x, kernel: Any, recipe: Recipe | None, needs: Needs, group_sizes=None, made: Made | None = None,
-    scales: Scales | None = None,
+    scales: Scales | None = None, placement: Placement = LOCAL,
 ) -> tuple[Planes, Planes]:  # fmt: skip
     """Q(x) and Q(w): what y = x w multiplies, and with it what only products of the backward that quantize read. made:
     what x is made of, where that is known."""
-    if recipe is None:
-        return Planes(x), Planes(along_k(kernel) if is_frozen(kernel) else kernel)
     scales = scales or Scales()
-    qx = planes_of_x(x, recipe, needs.kernel, group_sizes, made, scales.x)
-    return qx, planes_of_kernel(kernel, recipe, x.dtype, needs.x, scales.kernel)
+    qw = planes_of_kernel(kernel, recipe, x.dtype, needs.x, scales.kernel, placement)
+    if recipe is None:
+        return Planes(x), qw
+    return planes_of_x(x, recipe, needs.kernel, group_sizes, made, scales.x, placement.x), qw
 
 
 def multiply(
     x: Planes, kernel: Planes, dtype, group_sizes=None, *, compute, bias=None, bias_weights=None
-) -> Float[Array, "m n"]:
+) -> Float[Array, "*m n"]:
     """y = x w + b, [m,n] = [m,k] @ [k,n], or for each group [m,n] = [m,k] @ [g,k,n]. Of two arrays in `compute`."""
     lhs, rhs = x.forward, kernel.forward
     if group_sizes is None:
@@ -130,29 +170,36 @@ def multiply(
 
 
 def residuals(
-    x, kernel: Any, seed, qx: Planes, qw: Planes, recipe: Recipe | None, needs: Needs, group_sizes=None
-) -> Residuals:
+    x, kernel: Any, seed, qx: Planes, qw: Planes, recipe: Recipe | None, needs: Needs, group_sizes=None,
+    placement: Placement = LOCAL,
+) -> Residuals:  # fmt: skip
     """What the backward will read, of the arguments and of what `operands` made of them."""
     match mode_of(recipe, "wgrad"):
         case BackwardMode.DEFAULT:
             assert recipe is not None
-            for_dw = keep(qx.backward, lambda: planes_of_x(x, recipe, True, group_sizes).backward)
+            for_dw = keep(qx.backward, lambda: planes_of_x(x, recipe, True, group_sizes, part=placement.x).backward)
         case BackwardMode.UNQUANT:
             for_dw = keep(x if needs.kernel else None, lambda: x)
         case BackwardMode.DEQUANT:
             for_dw = keep(qx.forward if needs.kernel else None, lambda: qx.forward)
-    match mode_of(recipe, "dgrad"):
-        case BackwardMode.DEFAULT:
-            assert recipe is not None
-            for_dx = keep(qw.backward, lambda: planes_of_kernel(kernel, recipe, x.dtype, True).backward)
-        case BackwardMode.UNQUANT:
-            # Not its cast to the compute dtype: the parameter is alive anyway, a cast would be a copy.
-            w = along_k(kernel) if is_frozen(kernel) else kernel
-            for_dx = keep(w if needs.x else None, lambda: w)
-        case BackwardMode.DEQUANT:
-            for_dx = keep(qw.forward if needs.x else None, lambda: qw.forward)
+    for_dx = _for_dx(x.dtype, kernel, qw, recipe, needs, placement)
     draw = seed if draws(recipe) and seed is not None else jnp.zeros(0, jnp.uint32)
     return Residuals(_as_bytes(for_dw), _as_bytes(for_dx), draw)
+
+
+def _for_dx(dtype, kernel: Any, qw: Planes, recipe: Recipe | None, needs: Needs, placement: Placement) -> Any:
+    mode = mode_of(recipe, "dgrad")
+    if placement.gathers or mode is BackwardMode.UNQUANT:
+        # Not its cast to the compute dtype: the parameter is alive anyway, a cast would be a copy.
+        def w():
+            if not is_frozen(kernel):
+                return kernel
+            return along_n(kernel) if mode is BackwardMode.DEFAULT else along_k(kernel)
+
+        return keep(w() if needs.x else None, w)
+    if mode is BackwardMode.DEQUANT:
+        return keep(qw.forward if needs.x else None, lambda: qw.forward)
+    return keep(qw.backward, lambda: planes_of_kernel(kernel, recipe, dtype, True).backward)
 
 
 def _as_bytes(part: Any) -> Any:
@@ -174,44 +221,57 @@ def _from_bytes(part: Any) -> Any:
 
 
 def gradients(
-    dy: Float[Array, "m n"],
+    dy: Float[Array, "*m n"],
     kept: Residuals,
     recipe: Recipe | None,
     dtypes: tuple[Any, Any],
     group_sizes=None,
-    scale=None,
+    scales: Scales | None = None,
+    placement: Placement = LOCAL,
 ) -> tuple[Array | None, Array | None, Array | None]:
     """(dx, dw) of `multiply`, None for what nobody differentiates, and the amax of dy if it was quantized. dy has the
     compute dtype; products in `default` quantize it, once for both where they agree; others use it as it is, beside
     high-precision operands (unquant) or the values the forward multiplied (dequant)."""
+    scales = scales or Scales()
     needs = Needs(is_kept(kept.kernel), is_kept(kept.x))
-    row, column = quantize_gradient(dy, recipe, kept.seed, needs, group_sizes, scale)
+    row, column = quantize_gradient(dy, recipe, kept.seed, needs, group_sizes, scales.dy, placement.y)
     amax = next((q.amax for q in (row, column) if q is not None), None)
     x_dtype, kernel_dtype = dtypes
     x, kernel = _from_bytes(kept.x), _from_bytes(kept.kernel)
     dx = dw = None
     if needs.x:
+        if placement.gathers:
+            kernel = gathered_again(kernel, recipe, dy.dtype, placement, scales.kernel)
         dx = _backward_product(dy if row is None else row, kernel.mT, x_dtype, dy.dtype, group_sizes)
     if needs.kernel:
         along_m = dy if column is None else column
-        dw = _backward_product(x.mT, along_m, kernel_dtype, dy.dtype, group_sizes, weights=False)
+        of_sum = reduce_dtype(placement, kernel_dtype)
+        if group_sizes is None:
+            dw = contraction(_computed(x, dy.dtype), _computed(along_m, dy.dtype), of_sum)
+        else:
+            dw = _backward_product(x.mT, along_m, of_sum, dy.dtype, group_sizes)
+        dw = scattered(dw, placement, kernel_dtype)
     return dx, dw, amax
 
 
-def quantize_gradient(dy: Float[Array, "m n"], recipe: Recipe | None, seed, needs: Needs, group_sizes=None, scale=None):
+def quantize_gradient(
+    dy: Float[Array, "*m n"], recipe: Recipe | None, seed, needs: Needs, group_sizes=None, scale=None,
+    part: Part = WHOLE,
+):  # fmt: skip
     """Q(dy) along n for dx and along m for dw: what is needed of the two, and quantized."""
     row = scaling_of(recipe, "dgrad", "dy") if needs.x else None
     column = scaling_of(recipe, "wgrad", "dy") if needs.kernel else None
-    return quantized(dy, row, column, seed=seed, group_sizes=group_sizes, scale=scale)
+    part = _kept_apart(part, group_sizes)
+    return quantized(dy, row, column, seed=seed, group_sizes=group_sizes, scale=scale, specs=part)
 
 
-def _backward_product(lhs, rhs, dtype, compute, group_sizes, *, weights: bool = True) -> Array:
-    """dx = dy w^T, [m,k] = [m,n] @ [n,k], or dw = x^T dy, [k,n] = [k,m] @ [m,n]; with groups [m,n] @ [g,n,k] and
-    [g,k,n]. What is no array is quantized along the contracted axis beside a quantized dy, and blocked along any axis
-    beside dy itself, which it meets in the compute dtype. weights: rhs is w."""
+def _backward_product(lhs, rhs, dtype, compute, group_sizes) -> Array:
+    """dx = dy w^T, [m,k] = [m,n] @ [n,k]; with groups [m,n] @ [g,n,k], and dw = x^T dy, [g,k,n] = [k,m] @ [m,n]. What
+    is no array is quantized along the contracted axis beside a quantized dy, and blocked along any axis beside dy
+    itself, which it meets in the compute dtype."""
     if group_sizes is not None:
         return grouped_product(lhs, rhs, group_sizes, dtype, compute=compute, transposed=rhs.ndim == 3)
-    return product(_computed(lhs, compute), _computed(rhs, compute), dtype, weights=weights)
+    return product(_computed(lhs, compute), _computed(rhs, compute), dtype)
 
 
 def _computed(operand: Any, compute) -> Any:

@@ -1,6 +1,5 @@
 """LayerNorm and RMSNorm over the last axis, statistics in float32, with no more kept than their gradient reads."""
 
-import math
 import numbers
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from jaxtyping import Array, Float, Float32
 
 from jax_fp4._arguments import check_float
 from jax_fp4._errors import message
+from jax_fp4._placement import Axes, Specs, alike, by_dimension
 from jax_fp4._recipe import check_choice
 from jax_fp4._rules import is_kept, keep, primals
 
@@ -32,14 +32,22 @@ class Static(NamedTuple):
 class Kept(NamedTuple):
     """What the backward reads; parts that nobody needs hold arrays of shape (0,)."""
 
-    x: Float[Array, "m k"]
+    x: Float[Array, "*m k"]
     mean: Float32[Array, "m 1"] | None  # None for rmsnorm
     rstd: Float32[Array, "m 1"]
     scale: Float[Array, " k"]  # for dx
 
 
 def normalize(
-    op: str, x: Any, scale: Any, bias: Any, *, norm: str, epsilon: float, zero_centered_scale: bool
+    op: str,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    *,
+    norm: str,
+    epsilon: float,
+    zero_centered_scale: bool,
+    specs: Specs | None = None,
 ) -> Float[Array, "*b k"]:
     """y = (x - mean) / sqrt(var + epsilon) * scale + bias over the last axis, in x's dtype; rmsnorm: mean = 0, no bias.
 
@@ -56,6 +64,7 @@ def normalize(
     if x.ndim == 0:
         raise ValueError(message(op, "x", "a scalar", "at least one axis", "its last axis is normalized", "x[None]"))
     k = x.shape[-1]
+    refuse_cut_rows(op, x.ndim, specs)
     _check_vector(op, "scale", scale, k)
     if bias is not None:
         if norm == "rmsnorm":
@@ -63,9 +72,7 @@ def normalize(
             raise ValueError(message(op, "norm_bias", "given beside norm='rmsnorm'", "None", why, fix))
         _check_vector(op, "norm_bias", bias, k)
     static = Static(norm, epsilon, zero_centered_scale, scale.dtype, None if bias is None else bias.dtype)
-    rows = jnp.asarray(x).reshape(math.prod(x.shape[:-1]), k)  # not -1: k may be 0
-    y: Any = _normalize(rows, scale, bias, static)
-    return y.reshape(x.shape)
+    return _normalize(*alike(jnp.asarray(x), scale, bias), static)
 
 
 # --- of the layers with a norm: flat fields norm, epsilon, zero_centered_scale, use_norm_bias, scale_init ---
@@ -90,6 +97,15 @@ def scale_init_of(layer: Any):
 # --- checks ---
 
 
+def refuse_cut_rows(op: str, ndim: int, specs: Specs | None) -> None:
+    """Inside shard_map, of which each device would normalize its columns alone."""
+    dims: tuple[Axes, ...] = by_dimension(specs.x) if isinstance(specs, Specs) else ()
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if dims and len(dims) == ndim and (axes := [axis for axis in dims[-1] if axis in manual]):
+        why, fix = "the norm is over all of them", "x with all its columns on each device"
+        raise ValueError(message(op, "specs.x", f"cut by {axes} along k", "whole rows", why, fix))
+
+
 def _checked_epsilon(op: str, epsilon: object) -> float:
     because, fix = "it keeps the root of a zero row's variance above zero", "epsilon=1e-6"
     if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real):
@@ -111,20 +127,20 @@ def _check_vector(op: str, name: str, value, k: int) -> None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _normalize(x, scale, bias, static: Static) -> Float[Array, "m k"]:
+def _normalize(x, scale, bias, static: Static) -> Float[Array, "*m k"]:
     return _forward(x, scale, bias, static)[0]
 
 
 def _forward(x, scale, bias, static: Static):
     """y, mean, rstd."""
     mean, rstd = _statistics(x.astype(jnp.float32), static)
-    y = _centered(x, mean) * (rstd * _gain(scale, static))
+    y = _centered(x, mean) * (rstd * _gain(scale, static, x.ndim))
     if bias is not None:
-        y += bias.astype(jnp.float32)[None]
+        y += _along_last(bias, x.ndim)
     return y.astype(x.dtype), mean, rstd
 
 
-def _statistics(x: Float32[Array, "m k"], static: Static):
+def _statistics(x: Float32[Array, "*m k"], static: Static):
     square = jnp.mean(x * x, axis=-1, keepdims=True)
     if static.norm == "rmsnorm":
         return None, jax.lax.rsqrt(square + static.epsilon)
@@ -133,14 +149,19 @@ def _statistics(x: Float32[Array, "m k"], static: Static):
     return mean, jax.lax.rsqrt(jnp.maximum(0.0, square - mean * mean) + static.epsilon)
 
 
-def _centered(x, mean) -> Float32[Array, "m k"]:
+def _centered(x, mean) -> Float32[Array, "*m k"]:
     x = x.astype(jnp.float32)
     return x if mean is None else x - mean
 
 
-def _gain(scale, static: Static) -> Float32[Array, "1 k"]:
-    """What multiplies, [1, k]: rank promotion may be forbidden."""
-    gain = scale.astype(jnp.float32)[None]
+def _along_last(values, ndim: int) -> Float32[Array, "*ones k"]:
+    """As many dimensions as x has: rank promotion may be forbidden."""
+    return values.astype(jnp.float32).reshape((1,) * (ndim - 1) + values.shape)
+
+
+def _gain(scale, static: Static, ndim: int) -> Float32[Array, "*ones k"]:
+    """What multiplies."""
+    gain = _along_last(scale, ndim)
     return 1 + gain if static.zero_centered_scale else gain
 
 
@@ -161,15 +182,15 @@ def _normalize_bwd(static: Static, kept: Kept, dy):
     """With u = (x - mean) rstd and g = dy scale: dx = rstd (g - E[g] - u E[g u]), without E[g] for rmsnorm."""
     if isinstance(dy, SymbolicZero):
         return None, None, None
-    wide = dy.astype(jnp.float32)
-    d_bias = None if static.bias_dtype is None else jnp.sum(wide, 0).astype(static.bias_dtype)
+    wide, rows = dy.astype(jnp.float32), tuple(range(dy.ndim - 1))
+    d_bias = None if static.bias_dtype is None else jnp.sum(wide, rows).astype(static.bias_dtype)
     if not is_kept(kept.x):
         return None, None, d_bias
     u = _centered(kept.x, kept.mean) * kept.rstd
-    d_scale = jnp.sum(wide * u, 0).astype(static.scale_dtype)
+    d_scale = jnp.sum(wide * u, rows).astype(static.scale_dtype)
     if not is_kept(kept.scale):
         return None, d_scale, d_bias
-    g = wide * _gain(kept.scale, static)
+    g = wide * _gain(kept.scale, static, dy.ndim)
     dx = g - u * jnp.mean(g * u, axis=-1, keepdims=True)
     if static.norm == "layernorm":
         dx -= jnp.mean(g, axis=-1, keepdims=True)

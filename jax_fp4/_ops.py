@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -13,10 +14,13 @@ from jaxtyping import Array, Float
 from jax_fp4 import _ffi, _float8, _groups, _record, reference
 from jax_fp4._arguments import (
     Tensor,
+    all_or_none,
     check_quantized,
     float_dtype,
     given_amax,
+    key_words,
     quantization,
+    refuse_borders,
     refuse_float8,
     refuse_padding,
     seed_words,
@@ -24,7 +28,10 @@ from jax_fp4._arguments import (
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import Support, is_strict, message
 from jax_fp4._formats import BLOCK, FLOAT8_FORMATS, PACK, Quantization, grouped_extent, padded, stored
-from jax_fp4._lowering import IMPLEMENTATIONS, Implementation, native_or_reference, undifferentiable
+from jax_fp4._lowering import IMPLEMENTATIONS, Implementation, local, native_or_reference, undifferentiable
+from jax_fp4._partition import partitioned
+from jax_fp4._partition_rules import Layout, decode_rule, quantize_rule
+from jax_fp4._placement import WHOLE, Part, Specs
 from jax_fp4._recipe import FourOverSix, check_choice
 
 NATIVE = ("quantize", "quantize_transpose", "dequantize")
@@ -57,6 +64,7 @@ def quantize(
     power_of_two: bool | None = None,
     eps: float = 0.0,
     scale=None,
+    specs: Specs | Part | None = None,
     implementation: Implementation = None,
 ) -> QuantizedTensor:
     """Quantize x [..., k] along one axis, to NVFP4 or an 8-bit format.
@@ -82,6 +90,8 @@ def quantize(
     power_of_two, eps: round float32 scales down to powers of two (None: in float8_block); the least amax.
     scale: "float8" only: multiply by this, float32 [] or the batch shape ([g] with groups), as delayed scaling does.
         amax is computed.
+    specs: inside shard_map, Specs(x=PartitionSpec(...)) of the global tensor of which x is this device's part: amax is
+        that tensor's, draws go by position in it, and a border inside a block is refused. None: x is a tensor.
     implementation: None chooses when the program is lowered (the CPU handler, the reference elsewhere). A named one
         runs or raises. "reference" on a NumPy array runs the specification in NumPy.
 
@@ -96,7 +106,7 @@ def quantize(
         flags = dict(row_scaled=row_scaled, hadamard=hadamard, key=key, four_over_six=four_over_six)
         return _float8.quantize(
             op, x, format, (axis,), block, only_nvfp4=flags, power_of_two=power_of_two, eps=eps, amax=amax, scale=scale,
-            group_sizes=group_sizes, batch_dims=batch_dims, dtype=dtype, implementation=implementation,
+            group_sizes=group_sizes, batch_dims=batch_dims, dtype=dtype, specs=specs, implementation=implementation,
         )[0]  # fmt: skip
     refuse_float8(op, power_of_two=power_of_two, eps=eps or None, scale=scale)
     q = quantization(op, x, format, axis, block, row_scaled, hadamard, key, four_over_six, dtype, group_sizes)
@@ -111,12 +121,12 @@ def quantize(
                 "axis=0, or quantize_transpose",
             )
         )
-    tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation)
+    tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation, specs)
+    if isinstance(specs, Specs):
+        refuse_borders(op, tensor, (axis,), BLOCK, q.tile)
     given = given_amax(op, "amax", amax, tensor, q, axis)
-    run = _choose(op, implementation, q=q)
     _note(op, tensor, q, (axis,), implementation)
-    result = run(tensor.x, given, seed_words(op, key, tensor), tensor.group_sizes)
-    return tensor.pack(result, q, axis)
+    return tensor.pack(_quantized(op, tensor, q, (axis,), (given,), key, implementation), q, axis)
 
 
 def quantize_transpose(
@@ -135,6 +145,7 @@ def quantize_transpose(
     power_of_two: bool | None = None,
     eps: float = 0.0,
     scale=None,
+    specs: Specs | Part | None = None,
     implementation: Implementation = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Quantize x [..., k] along both axes in one pass: (row-wise, column-wise), as `quantize` with axis -1 and 0.
@@ -147,17 +158,21 @@ def quantize_transpose(
         flags = dict(row_scaled=row_scaled, hadamard=hadamard, key=key, four_over_six=four_over_six)
         row, column = _float8.quantize(
             op, x, format, (-1, 0), block, only_nvfp4=flags, power_of_two=power_of_two, eps=eps, amax=amax, scale=scale,
-            group_sizes=group_sizes, batch_dims=batch_dims, dtype=dtype, implementation=implementation,
+            group_sizes=group_sizes, batch_dims=batch_dims, dtype=dtype, specs=specs, implementation=implementation,
         )  # fmt: skip
         return row, column
     refuse_float8(op, power_of_two=power_of_two, eps=eps or None, scale=scale)
     q = quantization(op, x, format, -1, block, row_scaled, hadamard, key, four_over_six, dtype, group_sizes)
-    tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation)
+    tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation, specs)
+    if isinstance(specs, Specs):
+        refuse_borders(op, tensor, (-1, 0), BLOCK, q.tile)
     row, column = _amax_pair(op, amax, q)
-    given = given_amax(op, "amax[0]", row, tensor, q, -1), given_amax(op, "amax[1]", column, tensor, q, 0)
-    run = _choose(op, implementation, q=q)
+    given = given_amax(op, "amax[0]", row, tensor, q, -1)
+    same = given is not None and column is None and not (q.hadamard or q.row_scaled)
+    given = given, given if same else given_amax(op, "amax[1]", column, tensor, q, 0)
+    given = all_or_none(given, tensor, q, (-1, 0))
     _note(op, tensor, q, (-1, 0), implementation)
-    result = run(tensor.x, *given, seed_words(op, key, tensor), tensor.group_sizes)
+    result = _quantized(op, tensor, q, (-1, 0), given, key, implementation)
     return tensor.pack(result[:3], q, -1), tensor.pack(result[3:], q, 0)
 
 
@@ -236,10 +251,21 @@ def dequantize(q: QuantizedTensor, dtype=None, *, implementation: Implementation
 def decode(q: QuantizedTensor, dtype, extent: int, implementation: Implementation = None, product_form: bool = False):
     """Values of q in its stored orientation, [..., r, extent]. Product form leaves the tensor scale out; only in it may
     the groups lie along the blocks."""
+    form = replace(q, amax=None) if product_form else q
+    decoded = _decoded if q.grouped or isinstance(q.codes, np.ndarray) else _split_decode
+    return decoded(form, np.dtype(dtype), extent, implementation)
+
+
+@partial(jax.jit, static_argnames=("dtype", "extent", "implementation"), inline=True)
+def _split_decode(q: QuantizedTensor, dtype, extent: int, implementation: Implementation):
+    function = partial(_decoded, dtype=dtype, implementation=implementation)
+    return local(partitioned(partial(function, extent=extent), decode_rule(q, extent, function)))(q)
+
+
+def _decoded(q: QuantizedTensor, dtype, extent: int, implementation: Implementation):
     codes, block_scale, amax = _stored_matrices(q)
     run = _choose("dequantize", implementation, bound=q.bound, extent=extent, dtype=np.dtype(dtype))
-    values = run(codes, block_scale, None if product_form else amax)
-    return values.reshape(*q.codes.shape[:-1], extent)
+    return run(codes, block_scale, amax).reshape(*q.codes.shape[:-1], extent)
 
 
 def _decode_grouped_blocks(q: QuantizedTensor, dtype, implementation: Implementation):
@@ -260,9 +286,10 @@ def supported(op: str, platform: str) -> Support:
 
     The reason of a product says what multiplies. Its kernels are for Hopper (sm_90a), and all GPUs of the process must
     be; without any, the answer is that for a program lowered here to run on one. Where all are Blackwell's (10.x),
-    jax.nn.scaled_matmul multiplies two quantized operands. In programs that XLA partitions its dots remain. The reason
-    says "untested" where the process has a GPU of a kind on which nothing here was run: any but Hopper's. ok is for
-    NVFP4; on CUDA the reason says what of the 8-bit formats has kernels too: they are quantized so without groups.
+    jax.nn.scaled_matmul multiplies two quantized operands. In programs that XLA partitions its dots remain for groups.
+    The reason says "untested" where the process has a GPU of a kind on which nothing here was run: any but Hopper's. ok
+    is for NVFP4; on CUDA the reason says what of the 8-bit formats has kernels too: they are quantized so without
+    groups.
     """
     check_choice("supported", "op", op, OPS, "these are the operations")
     if platform == "cpu":
@@ -337,11 +364,105 @@ _FUNCTIONS = {
 }
 
 
+def _quantized(op: str, tensor: Tensor, q: Quantization, axes, amaxes: tuple, key, implementation) -> tuple:
+    """Codes, scales and amax along each of the axes."""
+    check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
+    if not tensor.is_split_by_xla:
+        run = _choose(op, implementation, q=replace(q, **tensor.totals))
+        return _called(op, run, tensor, amaxes, key, axes)
+    words = None if key is None else key_words(op, key)
+    amaxes = tuple(
+        None if amax is None else amax.reshape(tensor.amax_shape(q, axis))
+        for amax, axis in zip(amaxes, axes, strict=True)
+    )
+    run = _split(op, implementation, is_strict(), q, axes, tensor.batch_dims)
+    return run(tensor.array, amaxes, words)
+
+
+@functools.cache
+def _split(op: str, implementation: Implementation, strict: bool, q: Quantization, axes, batch_dims: int):
+    """x, amaxes, key words -> codes, scales and amax along each of the axes, partitioned by XLA."""
+
+    def of_part(part: Part):
+        return partial(
+            _of_part, op=op, implementation=implementation, strict=strict, q=q, axes=axes, batch_dims=batch_dims,
+            part=part,
+        )  # fmt: skip
+
+    def split(x, amaxes, words):
+        layout = Layout.of(x.shape, batch_dims, axes, BLOCK, q.tile)
+        of_amax = [layout.amax(axis, q.row_scaled) for axis in axes]
+        more = [names for names, amax in zip(of_amax, amaxes, strict=True) if amax is not None]
+        more += [] if words is None else [(None,)]
+        results = [
+            names
+            for axis, amax in zip(axes, of_amax, strict=True)
+            for names in (layout.stored(axis), layout.stored(axis), amax)
+        ]
+        rule = quantize_rule(layout, tuple(more), tuple(results), of_part)
+        return partitioned(of_part(WHOLE), rule)(x, amaxes, words)
+
+    return jax.jit(undifferentiable(op, split), inline=True)
+
+
+def _of_part(x, amaxes, words, *, op, implementation, strict, q: Quantization, axes, batch_dims: int, part: Part):
+    """Codes, scales and amax along each of the axes, of x, a part of a global tensor, in the shapes of `Layout`."""
+    tensor = Tensor.of(op, x, batch_dims, None, implementation, part)
+    given: list = []
+    for amax, axis in zip(amaxes, axes, strict=True):
+        same = bool(given) and given[0] is not None and not (q.hadamard or q.row_scaled)
+        given.append(given[0] if same and amax is None else given_amax(op, "amax", amax, tensor, q, axis))
+    run = _implementation(op, implementation, strict, q=replace(q, **tensor.totals))
+    arrays = list(_called(op, run, tensor, all_or_none(tuple(given), tensor, q, axes), words, axes))
+    layout = Layout.of(x.shape, batch_dims, axes, BLOCK, q.tile)
+    for i, axis in enumerate(axes):
+        shape = tensor.rows(axis) + (tensor.leading[batch_dims:-1] if axis == 0 and layout.unflattened else ())
+        at = slice(3 * i, 3 * i + 2)
+        last = tensor.leading[-1] // BLOCK if axis == 0 and layout.unflattened else arrays[3 * i + 1].shape[-1]
+        arrays[at] = [a.reshape(*shape, n) for a, n in zip(arrays[at], (last * BLOCK // PACK, last), strict=True)]
+        arrays[3 * i + 2] = arrays[3 * i + 2].reshape(tensor.amax_shape(q, axis))
+    return tuple(arrays)
+
+
+def _called(op: str, run, tensor: Tensor, amaxes: tuple, key, axes: tuple[int, ...]) -> tuple:
+    """Codes, scales and amax along each of the axes. Draws go by global position, and kernels count rows from the first
+    one: where the rows of a part do not follow one another, they are a batch of such that do; likewise columns."""
+    if key is not None and tensor.part.halves:
+        first, second = (_called(op, run, tensor.half(i), amaxes, key, axes) for i in (0, 1))
+        joined = [-1 if axis == -1 else -2 for axis in axes for _ in range(3)]
+        pairs = zip(first, second, joined, strict=True)
+        both = tuple(a if i % 3 == 2 else _joined(a, b, at) for i, (a, b, at) in enumerate(pairs))
+        return both
+    if key is None or not tensor.scattered:
+        return run(tensor.x, *amaxes, seed_words(op, key, tensor), tensor.group_sizes)
+    entries, (batch, (m, k)) = tensor.by_entries(), (tensor.batch, tensor.shape[-2:])
+    if 0 in axes and entries.shape[-2] % BLOCK:
+        shown, why = f"{entries.shape[-2]} rows a device along its last leading axis", "blocks of rows are drawn for"
+        fix = f"a multiple of {BLOCK}, stochastic_rounding=False, or backward_mode='unquant'"
+        raise ValueError(message(op, "x", f"of {shown}", f"a multiple of {BLOCK}", why, fix))
+    more = [1] * (len(entries.batch) - len(batch))
+    of_entries = (jnp.broadcast_to(amax.reshape(*batch, *more), entries.batch) for amax in amaxes)
+    result = run(entries.x, *of_entries, seed_words(op, key, entries), None)
+
+    def whole(part, axis: int):
+        if axis == 0:
+            part = jnp.moveaxis(part, -2, len(batch))
+        return part.reshape(*batch, m if axis == -1 else k, -1)
+
+    parts = [[whole(result[3 * i + j], axis) for j in (0, 1)] + [amaxes[i]] for i, axis in enumerate(axes)]
+    return tuple(part for of_axis in parts for part in of_axis)
+
+
+def _joined(a, b, axis: int):
+    words = (jax.lax.bitcast_convert_type(part, jnp.uint8) for part in (a, b))  # XLA:CPU widens 8-bit floats
+    return jax.lax.bitcast_convert_type(jnp.concatenate(tuple(words), axis), a.dtype)
+
+
 def _note(op: str, tensor: Tensor, q: Quantization, axes: tuple[int, ...], implementation: Implementation) -> None:
     """Record the call; under strict() refuse what it pads. Groups are padded as their sizes, which are data, say."""
     padding = 0
     for axis in axes:
-        rows, extent = stored(tensor.x.shape, axis)
+        rows, extent = stored(tensor.shape, axis)
         by_group = axis == 0 and tensor.groups is not None
         blocks = grouped_extent(extent, tensor.groups or 0) if by_group else padded(extent)
         padding += math.prod(tensor.batch) * rows * (blocks - extent)
@@ -349,17 +470,17 @@ def _note(op: str, tensor: Tensor, q: Quantization, axes: tuple[int, ...], imple
             refuse_padding(op, "x", f"extent {extent} along axis {axis}")
         if q.tile > 1 and rows % q.tile and is_strict():
             refuse_padding(op, "x", f"{rows} rows under a tile of {q.tile}")
-    _record.record(
-        _record.CallEvent(_record.path(), op, tensor.x.shape, implementation or "chosen at lowering", padding)
-    )
+    _record.record(_record.CallEvent(_record.path(), op, tensor.shape, implementation or "chosen at lowering", padding))
 
 
 def _stored_matrices(q: QuantizedTensor):
     """Codes, scales and amax as the kernels take them, [*batch, r, ...] with the batch that amax has."""
-    batch = () if q.row_scaled or q.grouped or q.codes.ndim == 1 else q.amax.shape
+    batch = () if q.row_scaled or q.grouped or q.codes.ndim == 1 or q.amax is None else q.amax.shape
     rows = math.prod(q.codes.shape[len(batch) : -1])
     codes = q.codes.reshape(*batch, rows, q.codes.shape[-1])
     block_scale = q.block_scale.reshape(*batch, rows, q.block_scale.shape[-1])
+    if q.amax is None:
+        return codes, block_scale, None
     amax = amax_of_rows(q)
     return codes, block_scale, amax.reshape(rows) if q.row_scaled and q.grouped != "blocks" else amax
 

@@ -1,13 +1,15 @@
 """matmul and grouped_matmul: products of quantized and high-precision operands, accumulated in float32."""
 
+import dataclasses
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
@@ -16,8 +18,12 @@ from jax_fp4._arguments import check_group_sizes
 from jax_fp4._array import QuantizedTensor, block_length
 from jax_fp4._errors import message
 from jax_fp4._forms import columns, common, decode, has_factor, is_exact, product_form, tensor_factor
+from jax_fp4._lowering import local
 from jax_fp4._operands import check_groups, check_operand, check_transforms, result_dtype
 from jax_fp4._ops import dequantize
+from jax_fp4._partition import partitioned
+from jax_fp4._partition_rules import contraction_rule, product_rule, sum_rule
+from jax_fp4._placement import alike
 from jax_fp4._rules import is_kept, keep, primals, refuse_perturbed
 
 
@@ -30,11 +36,13 @@ def matmul(lhs, rhs, *, preferred_element_type=None):
     the promoted dtype of the operands. dx = matmul(dy, w.mT), dw = matmul(x.mT, dy).
 
     XLA's dot multiplies; on Hopper a kernel that reads rhs packed does, where both operands are quantized, rhs is one
-    matrix and not transformed, nothing is empty, no jax.vmap is around it and XLA does not partition the program
-    (inside shard_map it does not). On Blackwell `jax.nn.scaled_matmul` multiplies two quantized operands under the last
-    three conditions, inside a shard_map over the whole mesh, where k, rounded up to 16, is a multiple of 32 and n of 4:
-    untested on that hardware, and jax.export wants its check of "__op$block_scaled_dot" disabled. `supported` says
-    which is there.
+    matrix and not transformed, nothing is empty and no jax.vmap is around it. On Blackwell `jax.nn.scaled_matmul`
+    multiplies two quantized operands under the last two conditions, inside no shard_map or one over the whole mesh,
+    where k, rounded up to 16, is a multiple of 32 and n of 4: untested on that hardware, and jax.export wants its check
+    of "__op$block_scaled_dot" disabled. `supported` says which is there.
+
+    In a program that XLA partitions each device multiplies its parts: rows of lhs stay where they are. rhs is gathered,
+    packed, along axes of the mesh that cut rows of lhs too, and sums over parts of k are added in float32.
 
     Raises ValueError where the contracted extents differ, an operand is blocked along another axis, a format is not
     known, or one operand alone is Hadamard-transformed. Not differentiable in quantized operands.
@@ -98,15 +106,62 @@ def grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type=None):
 def product(lhs, rhs, dtype, bias=None, *, weights: bool = True):
     """`matmul` without its checks, with a bias [n] added in float32 before the cast to `dtype`. A quantized operand
     beside an array may be blocked along either axis. weights: rhs may be weights, for which Hopper has a kernel; the
-    operands of a weight gradient are both decoded, and multiplied by XLA's dot."""
+    operands of a weight gradient (`contraction`) are both decoded, and multiplied by XLA's dot.
+    """
     check_transforms("matmul", lhs, rhs)
+    if not isinstance(lhs, QuantizedTensor) and not isinstance(rhs, QuantizedTensor):
+        return _product(lhs, rhs, bias, np.dtype(dtype))
+    if isinstance(lhs, QuantizedTensor) and lhs.axis == 0 and not isinstance(rhs, QuantizedTensor):
+        return _product(lhs, rhs, bias, np.dtype(dtype))
+    return _split_product(lhs, rhs, bias, dtype=np.dtype(dtype), weights=weights)
+
+
+def contraction(x, dy, dtype) -> Float[Array, "k n"]:
+    """x^T dy, [k,n] = [k,*m] @ [*m,n], over all rows: the weight gradient. Each operand is an array [*m, k] or [*m, n]
+    or a quantized one, two quantized ones blocked along the rows (axis=0)."""
+    check_transforms("matmul", x, dy)
+    arrays = not any(isinstance(a, QuantizedTensor) for a in (x, dy))
+    if arrays and (x.ndim == 2 or not isinstance(x, Tracer)):  # XLA cuts a dot by itself, but not what flattens to one
+        return _contracted(x, dy, np.dtype(dtype))
+    return _split_contraction(x, dy, dtype=np.dtype(dtype))
+
+
+# Jitted for eager calls, which find their compiled program; inline: in a traced one nothing is around it.
+@partial(jax.jit, static_argnames=("dtype", "weights"), inline=True)
+def _split_product(lhs, rhs, bias, dtype: np.dtype, weights: bool):
+    multiply = partial(_product, weights=weights)
+    whole = partial(multiply, dtype=dtype)
+    return local(partitioned(whole, product_rule(lhs, rhs, bias, dtype, multiply)))(lhs, rhs, bias)
+
+
+@partial(jax.jit, static_argnames="dtype", inline=True)
+def _split_contraction(x, dy, dtype: np.dtype):
+    whole = partial(_contracted, dtype=dtype)
+    return local(partitioned(whole, contraction_rule(x, dy, dtype, _contracted)))(x, dy)
+
+
+def _contracted(x, dy, dtype: np.dtype):
+    return _product(_matrix(x).mT, _matrix(dy), None, dtype, weights=False)
+
+
+def _matrix(x: Any) -> Any:
+    """x [*m, k] as the matrix [m, k]. Column-wise it is one."""
+    if not isinstance(x, QuantizedTensor):
+        return x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
+    if x.axis == 0 or x.codes.ndim == 2:
+        return x.flattened
+    rows = x.codes.size // x.codes.shape[-1] if x.codes.shape[-1] else 0
+    by_row = ("codes",) if x.block is None else ("codes", "block_scale")
+    flat = {name: getattr(x, name).reshape(rows, -1) for name in by_row}
+    return dataclasses.replace(x, **flat, amax=x.amax.reshape(-1) if x.row_scaled else x.amax)
+
+
+def _product(lhs, rhs, bias, dtype: np.dtype, weights: bool = True):
+    """`product` on one device."""
     if _both_quantized(lhs, rhs):
         weights = weights and rhs.ndim == 2 and not rhs.hadamard
-        if (
-            weights
-            and _both_nvfp4(lhs, rhs)
-            and _hopper.takes(1, math.prod(lhs.shape[:-1]), rhs.shape[1], lhs.shape[-1])
-        ):
+        extents = math.prod(lhs.shape[:-1]), rhs.shape[-1], lhs.shape[-1]
+        if weights and _both_nvfp4(lhs, rhs) and _hopper.takes(1, *extents):
             # Under vmap a dot has batches, the kernel has none.
             return _hopper.chosen(_quantized_on_hopper, _quantized, dtype, lhs, rhs, bias, batched=False)
         return _quantized(lhs, rhs, bias, dtype)
@@ -169,6 +224,7 @@ def grouped_product(
             compute = operand.dtype if isinstance(other, QuantizedTensor) else compute
     bias_dtype = None if bias is None else bias.dtype
     static = _Static(jnp.dtype(dtype), jnp.dtype(compute), bias_dtype, rhs.ndim == 3, transposed)
+    lhs, rhs, bias, bias_weights, group_sizes = alike(lhs, rhs, bias, bias_weights, group_sizes)
     return _grouped(lhs, rhs, bias, bias_weights, group_sizes, static)
 
 
@@ -232,14 +288,41 @@ def _grouped_bwd(static: _Static, residuals, dy):
 _grouped.defvjp(_grouped_fwd, _grouped_bwd, symbolic_zeros=True)
 
 
-def sum_of_groups(x: Float[Array, "m n"], group_sizes) -> Float[Array, "g n"] | Float[Array, " n"]:
-    """The float32 sum of the rows of each group, or of all rows. No product with zeros and ones: one group's NaN is not
-    another's."""
+def sum_of_groups(x: Float[Array, "*m n"], group_sizes) -> Float[Array, "g n"] | Float[Array, " n"]:
+    """The float32 sum of the rows of each group, or of all rows, which then may have any number of dimensions. No
+    product with zeros and ones: one group's NaN is not another's."""
     if group_sizes is None:
-        return jnp.sum(x, 0, dtype=jnp.float32)
-    group, groups = _groups.group_of_rows(group_sizes, x.shape[0]), group_sizes.shape[0]
-    sums = jnp.zeros((groups, x.shape[1]), jnp.float32)
-    return sums.at[group].add(x.astype(jnp.float32), mode="drop", indices_are_sorted=True)
+        return _sum(x) if x.ndim == 2 else partitioned(_sum, sum_rule(x, _sum))(x)
+
+    def sums(x, group_sizes):
+        group, groups = _groups.group_of_rows(group_sizes, x.shape[0]), group_sizes.shape[0]
+        sums = jnp.zeros((groups, x.shape[1]), jnp.float32)
+        return sums.at[group].add(x.astype(jnp.float32), mode="drop", indices_are_sorted=True)
+
+    return local(sums)(x, group_sizes)
+
+
+def _sum(x: Any) -> Any:
+    """[n] of x [*m, n]."""
+    return jnp.sum(x.reshape(-1, x.shape[-1]), 0, dtype=jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def of_rows(values: Float[Array, "g n"], group_sizes, m: int) -> Any:
+    """Each row's own of the values of the groups, [m, n], zeros in the tail."""
+    return _groups.of_group(values, _groups.group_of_rows(group_sizes, m), 0)
+
+
+def _of_rows_fwd(values, group_sizes, m: int):
+    return of_rows(values, group_sizes, m), (group_sizes, jnp.zeros(0, values.dtype))
+
+
+def _of_rows_bwd(m: int, kept, rows):
+    group_sizes, like = kept
+    return sum_of_groups(rows, group_sizes).astype(like.dtype), None
+
+
+of_rows.defvjp(_of_rows_fwd, _of_rows_bwd)
 
 
 def dots_with_groups(x: Float[Array, "m n"], bias: Float[Array, "g n"], group_sizes) -> Float[Array, " m"]:
@@ -257,14 +340,14 @@ def _rows(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
     operands = lhs, rhs, bias, bias_weights, group_sizes
     if _has_kernel(lhs, rhs, group_sizes, static):
         return _hopper.chosen(_rows_on_hopper, _rows_by_loops, static, *operands)
-    return _rows_by_loops(*operands, static)
+    return local(partial(_rows_by_loops, static=static))(*operands)
 
 
 def _contraction(lhs, rhs, group_sizes, static: _Static):
     """[g,k,n] = [k,m] @ [m,n] over the rows of each group."""
     if _has_kernel(lhs, rhs, group_sizes, static):
         return _hopper.chosen(_contraction_on_hopper, _contraction_by_loops, static, lhs, rhs, group_sizes)
-    return _contraction_by_loops(lhs, rhs, group_sizes, static)
+    return local(partial(_contraction_by_loops, static=static))(lhs, rhs, group_sizes)
 
 
 def _has_kernel(lhs, rhs, group_sizes, static: _Static) -> bool:

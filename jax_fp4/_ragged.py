@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_fp4._groups import Bounds, bounds
+from jax_fp4._placement import alike
 
 SMALLEST, LARGEST = 64, 256  # rows of a tile: below, the dot is slow; above, most of a tile may be mask
 FEW = 32  # rows of the last tile of a group, where they are enough: many small groups gain a sixth
@@ -50,6 +51,7 @@ def rows(
     (m, n), groups = out.shape, group_sizes.shape[0]
     if m == 0 or groups == 0 or n == 0:
         return jnp.zeros(out.shape, out.dtype)
+    result, lhs, of_rows, of_groups, group_sizes = alike(_zeros(out), lhs, of_rows, of_groups, group_sizes)
     tile, where = tile_rows(m, groups), bounds(group_sizes, m)
     few = min(FEW, tile)
 
@@ -70,7 +72,7 @@ def rows(
             start, y = _tiles(start, end - few, tile, partial(of_tile, tile), y)
         return _tiles(start, end, few, partial(of_tile, few), y)[1]
 
-    return _as_floats(_filled(where, of_group, _zeros(out)), out.dtype)
+    return _as_floats(_filled(where, of_group, result), out.dtype)
 
 
 def contraction(
@@ -92,6 +94,7 @@ def contraction(
     if m == 0 or 0 in out.shape:
         return jnp.zeros(out.shape, out.dtype)
     tile = tile_rows(m, groups)
+    result, lhs, rhs, where, of_groups = alike(_zeros(out), lhs, rhs, where, of_groups)
 
     def of_group(e, dw):
         start, end = where.starts[e], where.ends[e]
@@ -107,13 +110,14 @@ def contraction(
         new = _as_words(finish(acc, _at(of_groups, e)).astype(out.dtype))
         return lax.dynamic_update_slice_in_dim(dw, new[None], e, 0)
 
-    return _as_floats(_filled(where, of_group, _zeros(out)), out.dtype)
+    return _as_floats(_filled(where, of_group, result), out.dtype)
 
 
 def _filled(where: Bounds, body, result):
     """body(e, result) for the groups that have rows."""
     empty = where.starts == where.ends
     order, count = jnp.argsort(empty, stable=True).astype(jnp.int32), jnp.sum(~empty, dtype=jnp.int32)
+    order, _ = alike(order, empty)  # which JAX takes for the same on all devices: argsort sorts an iota along
     return lax.fori_loop(jnp.int32(0), count, lambda i, result: body(order[i], result), result)
 
 

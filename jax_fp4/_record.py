@@ -32,6 +32,17 @@ class CallEvent(NamedTuple):
     padding: int
 
 
+class GatherEvent(NamedTuple):
+    """A kernel that will be gathered for one product: `payload` is what is moved, `reason` why it is not packed."""
+
+    path: str
+    op: str
+    product: str
+    shape: tuple[int, ...]  # of the shard
+    payload: str
+    reason: str
+
+
 class RulesEvent(NamedTuple):
     """Rules that came into force."""
 
@@ -45,7 +56,7 @@ class Cost(NamedTuple):
     residual_bytes: int  # kept from the forward for the backward
 
 
-Event = LayerEvent | CallEvent | RulesEvent
+Event = LayerEvent | CallEvent | GatherEvent | RulesEvent
 
 # A fresh value in jit's cache key, which threads share, makes a recorded function trace again: its events happen.
 _recording = jax.make_user_context(default_value=0)
@@ -106,23 +117,29 @@ def recording() -> Iterator[list[Event]]:
         _state.recorders.pop()
 
 
-def cost_of(function: Callable, differentiated: Any, *rest: Any) -> Callable[[], Cost] | None:
+def cost_of(at_once: bool, function: Callable, differentiated: Any, *rest: Any) -> Callable[[], Cost] | None:
     """How to learn the cost of function(differentiated, *rest), later: of these it keeps the shapes alone. None where
-    nobody records."""
+    nobody records. at_once: it is learnt now, by a function that can only be traced here."""
     if not _state.recorders:
         return None
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (differentiated, *rest))
+
+    arguments = differentiated, *rest
+    if not at_once:
+        arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
 
     def there_and_back(differentiated, *rest):
         y, pull = jax.vjp(lambda d: function(d, *rest), differentiated)
         return pull, pull(y)
 
     def measure() -> Cost:
-        with recording() as events:
-            pull, _ = jax.eval_shape(there_and_back, *shapes)
+        with paused(), recording() as events:
+            pull, _ = jax.eval_shape(there_and_back, *arguments)
         padding = sum(event.padding for event in events if isinstance(event, CallEvent))
         return Cost(padding, sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pull)))
 
+    if at_once:
+        cost = measure()
+        return lambda: cost
     return measure
 
 

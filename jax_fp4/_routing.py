@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jax_fp4._arguments import check_float
 from jax_fp4._errors import message
+from jax_fp4._placement import Axes, alike, axes_and_size, size_of
 from jax_fp4._recipe import check_choice
 from jax_fp4._rules import is_kept, keep, primals
 
@@ -55,6 +56,7 @@ def route(
     top_expert_groups: int | None = None,
     bias: Float[Array, " e"] | None = None,
     scale: float = 1.0,
+    axis_name: Any = None,
 ) -> Routing:
     """Chooses top_k of e experts for each token: logits [..., e] -> weights and experts [..., k], aux_loss [].
 
@@ -65,6 +67,8 @@ def route(
         top_expert_groups groups with the largest sum of two best scores can be chosen.
     bias: [e], added to the scores for choosing groups and experts, not in the weights and without a gradient.
     scale: a constant factor of the weights.
+    axis_name: inside jax.shard_map, the mesh axis (or a tuple of several) over which tokens are split: aux_loss is then
+        that of all of them.
 
     aux_loss is e * sum_e f_e P_e over all tokens of this call, 1 when both are uniform: f_e is the share of e among the
     choices (no gradient), P_e the mean score of e, scores summing to 1 over the experts. For one per sequence, vmap;
@@ -88,7 +92,8 @@ def route(
     chosen = jnp.take_along_axis(log_scores, experts, axis=-1)
     weights = jax.nn.softmax(chosen) if normalize else jnp.exp(chosen)
     share = scores if score == "softmax" else jax.nn.softmax(log_scores)
-    return Routing(weights * scale, experts, _balance(share, experts))
+    axes = () if axis_name is None else axes_and_size("route", "axis_name", axis_name)[0]
+    return Routing(weights * scale, experts, _balance(share, experts, axes))
 
 
 def group_tokens(x: Float[Array, "*b d"], experts: Int32[Array, "*b k"], num_experts: int) -> Grouped:
@@ -101,23 +106,15 @@ def group_tokens(x: Float[Array, "*b d"], experts: Int32[Array, "*b k"], num_exp
 
     Raises TypeError or ValueError for wrong dtypes and for shapes that do not fit.
     """
-    op = "group_tokens"
-    check_float(op, "x", x)
-    _check_indices(op, "experts", experts)
-    _check_count(op, "num_experts", num_experts, 1, None, "there is a group for each expert", "kernel.shape[0]")
-    if x.ndim == 0 or x.shape[:-1] != experts.shape[:-1] or experts.ndim == 0:
-        needs = f"{(*x.shape[:-1], 'k')}" if x.ndim else "x [..., d] and experts [..., k]"
-        why, fix = f"each token of x {x.shape} has k experts", "route(logits [..., e], k).experts"
-        raise ValueError(message(op, "experts", f"of shape {experts.shape}", needs, why, fix))
+    check_tokens("group_tokens", x, experts, num_experts)
     top_k = experts.shape[-1]
-    _check_count(op, "experts.shape[-1]", top_k, 1, None, "a token has at least one expert", "top_k=1")
     flat, n = jnp.asarray(experts).reshape(-1), math.prod(experts.shape)
     key = jnp.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     key, order = jax.lax.sort((key, jnp.arange(n, dtype=jnp.int32)), num_keys=1, is_stable=True)
     order = jnp.where(key < num_experts, order, n)
     group_sizes = jnp.zeros(num_experts, jnp.int32).at[key].add(1, mode="drop")
-    tokens = x.reshape(n // top_k, x.shape[-1])
-    return Grouped(_spread(*_alike(tokens, order), top_k), group_sizes, order)
+    tokens = jnp.asarray(x).reshape(n // top_k, x.shape[-1])
+    return Grouped(_spread(*alike(tokens, order), top_k), group_sizes, order)
 
 
 def combine_tokens(
@@ -138,7 +135,8 @@ def combine_tokens(
     Raises TypeError or ValueError for wrong dtypes, shapes that do not fit, both or neither of weights and top_k.
     """
     leading, k = _check_combine("combine_tokens", y, order, weights, top_k)
-    rows, flat, order = _alike(y, None if weights is None else weights.reshape(-1), order)
+    flat = None if weights is None else jnp.asarray(weights).reshape(-1)
+    rows, flat, order = alike(jnp.asarray(y), flat, jnp.asarray(order))
     out: Any = _combine(rows, flat, order, k)
     return out.reshape(*leading, y.shape[1])
 
@@ -149,8 +147,8 @@ def group_weights(weights: Float[Array, "*b k"], order: Int32[Array, " n"]) -> F
     Differentiable; weights keep their dtype. Raises TypeError or ValueError for wrong dtypes and unequal sizes.
     """
     _check_order("group_weights", order, None)
-    _check_weights("group_weights", weights, order)
-    rows: Any = _spread(*_alike(weights.reshape(-1, 1), order), 1)
+    check_weights("group_weights", weights, order)
+    rows: Any = _spread(*alike(jnp.asarray(weights).reshape(-1, 1), jnp.asarray(order)), 1)
     return rows[:, 0]
 
 
@@ -187,34 +185,26 @@ def _rankable(values):
     return jnp.where(jnp.isnan(values), jnp.inf, jnp.where(values == 0, 0.0, values))
 
 
-def _balance(share: Float32[Array, "*b e"], experts: Int32[Array, "*b k"]) -> Float32[Array, ""]:
-    e, n = share.shape[-1], max(1, math.prod(experts.shape))
-    chosen = jnp.zeros(e, jnp.int32).at[experts.reshape(-1)].add(1).astype(jnp.float32) / n
-    mean = jnp.sum(share.reshape(-1, e), axis=0) / max(1, math.prod(share.shape[:-1]))
+def _balance(share: Float32[Array, "*b e"], experts: Int32[Array, "*b k"], axes: Axes) -> Float32[Array, ""]:
+    """Over the tokens of all devices along `axes`."""
+    e, devices = share.shape[-1], size_of(axes)
+    counts, scores = jnp.zeros(e, jnp.int32).at[experts.reshape(-1)].add(1), jnp.sum(share.reshape(-1, e), axis=0)
+    if axes:
+        counts, scores = jax.lax.psum((counts, scores), axes)
+    chosen = counts.astype(jnp.float32) / max(1, devices * math.prod(experts.shape))
+    mean = scores / max(1, devices * math.prod(share.shape[:-1]))
     return e * jnp.sum(chosen * mean)
 
 
 # --- moving rows ---
 
 
-def _alike(*arrays) -> list:
-    """The arrays (or None), varying over the same mesh axes: shard_map then sums the gradient of a replicated one."""
-    present = [jnp.asarray(a) for a in arrays if a is not None]
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in present))
-
-    def cast(a):
-        missing = axes - jax.typeof(a).manual_axis_type.varying
-        return jax.lax.pcast(a, tuple(sorted(missing)), to="varying") if missing else a
-
-    return [None if a is None else cast(jnp.asarray(a)) for a in arrays]
-
-
-def _take(rows: Array, index: Int32[Array, " m"]) -> Array:
+def take(rows: Array, index: Int32[Array, " m"]) -> Array:
     """rows[index], zeros where the index is past the end."""
     return rows.at[index].get(mode="fill", fill_value=0)
 
 
-def _inverse(order: Int32[Array, " n"]) -> Int32[Array, " n"]:
+def inverse(order: Int32[Array, " n"]) -> Int32[Array, " n"]:
     """For each flat index its row; n for a choice in the tail, which has none."""
     n = order.shape[0]
     return jnp.full(n, n, jnp.int32).at[order].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
@@ -222,7 +212,7 @@ def _inverse(order: Int32[Array, " n"]) -> Int32[Array, " n"]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _spread(x: Float[Array, "t d"], order: Int32[Array, " n"], top_k: int) -> Float[Array, "n d"]:
-    return _take(x, order // top_k)
+    return take(x, order // top_k)
 
 
 def _spread_fwd(x, order, top_k: int):
@@ -238,8 +228,8 @@ _spread.defvjp(_spread_fwd, _spread_bwd)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _combine(y: Float[Array, "n d"], weights: Float[Array, " n"] | None, order: Int32[Array, " n"], top_k: int):
-    (n, d), rows = y.shape, _inverse(order)
-    terms = _take(y, rows).astype(jnp.float32)
+    (n, d), rows = y.shape, inverse(order)
+    terms = take(y, rows).astype(jnp.float32)
     if weights is not None:
         terms = terms * jnp.where(rows < n, weights.astype(jnp.float32), 0)[:, None]
     return jnp.sum(terms.reshape(n // top_k, top_k, d), axis=1).astype(y.dtype)
@@ -259,12 +249,12 @@ def _combine_bwd(top_k: int, residuals, dout):
         return None, None, None
     if weights is None:
         return _spread(dout, order, top_k), None, None
-    spread, dy, d_weights = _take(dout, order // top_k).astype(jnp.float32), None, None
+    spread, dy, d_weights = take(dout, order // top_k).astype(jnp.float32), None, None
     if is_kept(weights):
-        dy = (spread * _take(weights, order).astype(jnp.float32)[:, None]).astype(y.dtype)
+        dy = (spread * take(weights, order).astype(jnp.float32)[:, None]).astype(y.dtype)
     if is_kept(y):  # NaN in the tail stays there: the inverse never names it
         dots = jnp.sum(spread * y.astype(jnp.float32), axis=-1)
-        d_weights = _take(dots, _inverse(order)).astype(weights.dtype)
+        d_weights = take(dots, inverse(order)).astype(weights.dtype)
     return dy, d_weights, None
 
 
@@ -338,6 +328,17 @@ def _check_indices(op: str, name: str, value) -> None:
         raise TypeError(message(op, name, shown, "an array of int32", "indices are int32 throughout", fix))
 
 
+def check_tokens(op: str, x, experts, num_experts) -> None:
+    check_float(op, "x", x)
+    _check_indices(op, "experts", experts)
+    _check_count(op, "num_experts", num_experts, 1, None, "there is a group for each expert", "kernel.shape[0]")
+    if x.ndim == 0 or x.shape[:-1] != experts.shape[:-1] or experts.ndim == 0:
+        needs = f"{(*x.shape[:-1], 'k')}" if x.ndim else "x [..., d] and experts [..., k]"
+        why, fix = f"each token of x {x.shape} has k experts", "route(logits [..., e], k).experts"
+        raise ValueError(message(op, "experts", f"of shape {experts.shape}", needs, why, fix))
+    _check_count(op, "experts.shape[-1]", experts.shape[-1], 1, None, "a token has at least one expert", "top_k=1")
+
+
 def _check_order(op: str, order, shape: tuple[int, ...] | None) -> None:
     _check_indices(op, "order", order)
     if order.ndim != 1 or (shape is not None and order.shape != shape):
@@ -352,20 +353,26 @@ def _check_combine(op: str, y, order, weights, top_k) -> tuple[tuple[int, ...], 
         why, fix = "it has a row for each choice", "group_tokens(...).x"
         raise ValueError(message(op, "y", f"of shape {y.shape}", "[n, d]", why, fix))
     _check_order(op, order, y.shape[:1])
+    return check_copies(op, order, weights, top_k)
+
+
+def check_copies(op: str, order, weights, top_k) -> tuple[tuple[int, ...], int]:
+    """Of one of weights and top_k: the leading shape of the result, and k."""
     if (weights is None) == (top_k is None):
         shown = "None without top_k" if weights is None else "given with top_k"
         raise ValueError(message(op, "weights", shown, "one of the two", "either says what k is", "weights alone"))
     if weights is not None:
-        _check_weights(op, weights, order)
+        check_weights(op, weights, order)
         return weights.shape[:-1], weights.shape[-1]
     _check_count(op, "top_k", top_k, 1, None, "a token has at least one row", "experts.shape[-1]")
-    if y.shape[0] % top_k:
-        why = f"y has {y.shape[0]} rows, top_k for each token"
+    n = order.shape[0]
+    if n % top_k:
+        why = f"there are {n} rows, top_k for each token"
         raise ValueError(message(op, "top_k", top_k, "a divisor of the number of rows", why, "experts.shape[-1]"))
-    return (y.shape[0] // top_k,), top_k
+    return (n // top_k,), top_k
 
 
-def _check_weights(op: str, weights, order) -> None:
+def check_weights(op: str, weights, order) -> None:
     check_float(op, "weights", weights)
     if weights.ndim == 0 or weights.shape[-1] == 0 or math.prod(weights.shape) != order.shape[0]:
         why, fix = f"there is one for each of the {order.shape[0]} rows", "route(...).weights"

@@ -69,7 +69,7 @@ def update(states: Any, gradients: Any, *, axis_name: Any = None) -> Any:
     known at run time, the new scales are NaN.
     """
     if axis_name is not None:
-        gradients = _each(functools.partial(_merged_over, axis_name=axis_name), gradients)
+        gradients = _each(functools.partial(merged_over, axis_name=axis_name), gradients)
     return _each(_updated, states, gradients)
 
 
@@ -113,7 +113,7 @@ def _merged(first: State, second: State) -> State:
     return State(x, kernel, dy, calls)
 
 
-def _merged_over(state: State, axis_name) -> State:
+def merged_over(state: State, axis_name) -> State:
     """`merge` of the states of all devices along the axes: that of the device which saw the largest amax."""
     index = jax.lax.axis_index(axis_name)
 

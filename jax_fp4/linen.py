@@ -32,8 +32,9 @@ from jax_fp4._grouped_dense import grouped_dense
 from jax_fp4._grouped_mlp import States, recipe_of_second
 from jax_fp4._layernorm_dense import layernorm_dense
 from jax_fp4._mlp import layernorm_mlp
-from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
+from jax_fp4._moe import MoESpecs, drawing_recipe, expert_init, layer_moe
 from jax_fp4._norm import has_norm_bias, norm_settings, scale_init_of
+from jax_fp4._placement import Specs
 from jax_fp4._recipe import HIGH_PRECISION, DelayedScaling, Recipe, RecipeChoice, check_recipe, draws
 
 STATES = "fp4_state"
@@ -90,7 +91,8 @@ class GroupedDense(nn.Module):
 
     Parameters: kernel [num_groups, k, features] and bias [num_groups, features]. dtype is the compute dtype, as in
     nn.Dense. recipe: None takes autocast's, HIGH_PRECISION none. Draws from the stream "sr" where dy is rounded
-    stochastically. Raises TypeError for a wrong recipe when the layer is made, and what `grouped_dense` raises.
+    stochastically. specs: on a mesh of Auto axes, how x and the kernel are cut, as in `grouped_dense`. Raises TypeError
+    for a wrong recipe when the layer is made, and what `grouped_dense` raises.
     """
 
     features: int
@@ -101,6 +103,7 @@ class GroupedDense(nn.Module):
     kernel_init: Any = expert_init
     bias_init: Any = nn.initializers.zeros_init()
     recipe: RecipeChoice | None = None
+    specs: Specs | None = None
 
     def __post_init__(self):
         check_recipe("GroupedDense", self.recipe)
@@ -115,7 +118,8 @@ class GroupedDense(nn.Module):
         with _record.layer("/".join(self.path)):
             recipe = resolve("GroupedDense", self.recipe)
             key, state = _key(self, recipe), _state(self, recipe, shape=(self.num_groups,))
-            return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key, state=state)
+            how: dict[str, Any] = dict(recipe=self.recipe, key=key, state=state, specs=self.specs)
+            return grouped_dense(x, kernel, group_sizes, bias, **how)
 
 
 @no_type_check
@@ -230,6 +234,7 @@ class MoE(nn.Module):
         weighs.
     recipe, out_recipe: of the two products of the experts. router_recipe: of the router, which is computed in float32
         and left alone by default, under autocast too.
+    specs: on a mesh of Auto axes, how tokens and kernels are cut, a pair as in `jax_fp4.moe`. Explicit axes need none.
     selection_bias, of the call: [num_experts], added to the scores for choosing only.
 
     Add the aux_loss of the returned Routing, times a small factor, to the loss. Draws from the stream "sr" where dy is
@@ -256,6 +261,7 @@ class MoE(nn.Module):
     recipe: RecipeChoice | None = None
     out_recipe: RecipeChoice | None = None
     router_recipe: RecipeChoice | None = HIGH_PRECISION
+    specs: MoESpecs = None
 
     def __post_init__(self):
         for name in ("recipe", "out_recipe", "router_recipe"):

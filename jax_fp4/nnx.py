@@ -22,14 +22,16 @@ from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 from jax_fp4 import _record, delayed
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._choosing import Rules, resolve
-from jax_fp4._dot_general import check_layer, layer_product, layer_recipe, refuse_out_sharding
+from jax_fp4._dot_general import check_layer, layer_product, layer_recipe
 from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._grouped_dense import grouped_dense
 from jax_fp4._grouped_mlp import States, recipe_of_second
 from jax_fp4._layernorm_dense import layernorm_dense
+from jax_fp4._meshes import constrained
 from jax_fp4._mlp import layernorm_mlp
-from jax_fp4._moe import drawing_recipe, expert_init, layer_moe
+from jax_fp4._moe import MoESpecs, drawing_recipe, expert_init, layer_moe
 from jax_fp4._norm import has_norm_bias, norm_settings, scale_init_of
+from jax_fp4._placement import Specs
 from jax_fp4._recipe import HIGH_PRECISION, DelayedScaling, Recipe, RecipeChoice, check_recipe, draws
 
 
@@ -83,7 +85,7 @@ class Linear(nnx.Linear):
 
     recipe: None takes autocast's, HIGH_PRECISION none. With one in force the three products are those of
     `jax_fp4.dense`: kernel and bias take part in their own dtype (a float32 kernel is rounded inside, its gradient is
-    float32), the bias is added in float32, `precision` has no meaning and out_sharding raises UnsupportedError.
+    float32), the bias is added in float32 and `precision` has no meaning.
 
     Stochastic rounding of dy takes the `key` of the call, or else draws from `self.sr`, a stream of the layer's own,
     there if `rngs` has a stream `sr` or a default one. (The default stream is not advanced: later layers get Flax's
@@ -150,8 +152,9 @@ class GroupedLinear(nnx.Module):
     """`jax_fp4.grouped_dense` as a layer: x [..., in_features], group_sizes int32 [num_groups] -> [..., out_features].
 
     Parameters: kernel [num_groups, in_features, out_features] and bias [num_groups, out_features]. dtype is the compute
-    dtype, as in nnx.Linear. The recipe and the key as in `Linear`. Raises TypeError for a wrong recipe when the layer
-    is made, and what `grouped_dense` raises.
+    dtype, as in nnx.Linear. The recipe and the key as in `Linear`. specs: on a mesh of Auto axes, how x and the
+    kernel are cut, as in `grouped_dense`. Raises TypeError for a wrong recipe when the layer is made, and what
+    `grouped_dense` raises.
     """
 
     place: Place | None = None
@@ -172,6 +175,7 @@ class GroupedLinear(nnx.Module):
         kernel_metadata: Any = None,
         bias_metadata: Any = None,
         recipe: RecipeChoice | None = None,
+        specs: Specs | None = None,
     ):
         check_recipe("GroupedLinear", recipe)
         shape = (num_groups, in_features, out_features)
@@ -180,7 +184,7 @@ class GroupedLinear(nnx.Module):
         if use_bias:
             self.bias = nnx.Param(bias_init(rngs.params(), shape[::2], param_dtype), **(bias_metadata or {}))
         self.num_groups, self.in_features, self.out_features = shape
-        self.dtype, self.recipe, self.sr = dtype, recipe, _stream(rngs)
+        self.dtype, self.recipe, self.specs, self.sr = dtype, recipe, specs, _stream(rngs)
         _add_states(self)
 
     def __call__(self, inputs, group_sizes, *, key=None):
@@ -191,7 +195,8 @@ class GroupedLinear(nnx.Module):
             if key is None and recipe is not None and draws(recipe):
                 key = _draw(self.sr)
             state = _state(self, recipe)
-            return grouped_dense(x, kernel, group_sizes, bias, recipe=self.recipe, key=key, state=state)
+            how: dict[str, Any] = dict(recipe=self.recipe, key=key, state=state, specs=self.specs)
+            return grouped_dense(x, kernel, group_sizes, bias, **how)
 
 
 @no_type_check
@@ -338,7 +343,8 @@ class MoE(nnx.Module):
     b_in and b_out. out_features: None is in_features. score, normalize, expert_groups, top_expert_groups, scale: how
     `jax_fp4.route` chooses and weighs. recipe, out_recipe: of the two products of the experts. router_recipe: of the
     router, which is computed in float32 and left alone by default, under autocast too. selection_bias, of the call:
-    [num_experts], added to the scores for choosing only. The key as in `Linear`.
+    [num_experts], added to the scores for choosing only. specs: on a mesh of Auto axes, how tokens and kernels are cut,
+    a pair as in `jax_fp4.moe`; Explicit axes need none. The key as in `Linear`.
 
     Add the aux_loss of the returned Routing, times a small factor, to the loss. Raises TypeError for a wrong recipe
     when the layer is made, and what `jax_fp4.moe` raises.
@@ -375,6 +381,7 @@ class MoE(nnx.Module):
         recipe: RecipeChoice | None = None,
         out_recipe: RecipeChoice | None = None,
         router_recipe: RecipeChoice | None = HIGH_PRECISION,
+        specs: MoESpecs = None,
     ):
         for name, choice in dict(recipe=recipe, out_recipe=out_recipe, router_recipe=router_recipe).items():
             check_recipe("MoE", choice, name)
@@ -408,6 +415,7 @@ class MoE(nnx.Module):
             scale,
         )
         self.recipe, self.out_recipe, self.sr = recipe, out_recipe, _stream(rngs)
+        self.specs = specs
         _add_states(self)
 
     def __call__(self, inputs, *, selection_bias=None, key=None):
@@ -424,13 +432,13 @@ class MoE(nnx.Module):
 
 
 def _product(layer: Any, recipe: Recipe, inputs, axis, batch_axis, out_sharding, key):
-    refuse_out_sharding(type(layer).__name__, out_sharding)
     operands = inputs, layer.kernel[...], None if layer.bias is None else layer.bias[...]
     promoted = layer.promote_dtype(operands, dtype=layer.dtype)
     if key is None and draws(recipe):
         key = _draw(layer.sr)
     how = dict(key=key, state=_state(layer, recipe))
-    return layer_product(layer, operands, promoted, promote_dtype, axis, batch_axis, **how)
+    y = layer_product(layer, operands, promoted, promote_dtype, axis, batch_axis, **how)
+    return constrained(y, out_sharding)
 
 
 # --- models of Flax's own layers ---

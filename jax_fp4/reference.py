@@ -10,7 +10,8 @@ Shapes: x is [*B, m, k]. The stored form has its blocks last: rows r and blocked
 or [*B, r] under row scaling. A seed is uint32 [*B, 4]: the two key words, then the m and k at which x starts in the
 global tensor. With group_sizes int32 [*B, g] (x is a stack of groups of rows), rows r of the column-wise form hold
 `grouped_extent(m, g)` columns, amaxes are [*B, g] ([*B, r], column-wise [*B, g, r], under row scaling), and the third
-word of the seed is the number of the first group.
+word of the seed is the number of the first group. A seed [*B, 4 + 2 g] goes on, where x has a part of each group only:
+g words of the row of the whole group at which the part starts, then g of the rows that the whole group has.
 
 Every float operation below is one float32 rounding, in the order written; `_minifloat` says what keeps XLA to it.
 
@@ -64,6 +65,7 @@ from jax_fp4._minifloat import (
 )
 
 SIXTH = np.float32(1) / np.float32(6)
+SEED_WORDS = 4  # of the key, and where x starts
 
 
 # ---- amax and the tensor scales: 1.2 ----
@@ -180,10 +182,15 @@ def hadamard_transform(x_t: Float[AnyArray, "*B r b"]) -> Float[AnyArray, "*B r 
 
 
 def _check(amax, seed, group_sizes, q: Quantization) -> None:
-    """Refuse excluded pairs and (on NumPy, where values are known) a negative amax."""
+    """Refuse excluded pairs, a seed of another width and (on NumPy, where values are known) a negative amax."""
     if pair := exclusion(q, stochastic=seed is not None, grouped=group_sizes is not None):
         first, second, why = pair
         raise ValueError(message("quantize", first, f"together with {second}", "one of the two", why, f"no {second}"))
+    groups = 0 if group_sizes is None else group_sizes.shape[-1]
+    if seed is not None and seed.shape[-1] not in (SEED_WORDS, SEED_WORDS + 2 * groups):
+        need = f"{SEED_WORDS}" + (f" or {SEED_WORDS + 2 * groups}" if groups else "")
+        why, fix = "it says where x lies in the global tensor", "the key and two zeros"
+        raise ValueError(message("quantize", "seed", f"of {seed.shape[-1]} words", need, why, fix))
     if amax is not None and namespace(amax) is np and (amax < 0).any():
         raise ValueError(message("quantize", "amax", amax.min(), "values >= 0", "it is the largest |x|", "amax=None"))
 
@@ -213,10 +220,14 @@ def _amax_of_peaks(xp, peak, q: Quantization, layout: "_Layout | None" = None):
     return canonical_amax(xp, xp.asarray(bits).view(np.float32))
 
 
-def amax(x: Float[AnyArray, "*B m k"], q: Quantization) -> Float[AnyArray, "*B"] | Float[AnyArray, "*B r"]:
+def amax(x: Float[AnyArray, "*B m k"], group_sizes: Any, q: Quantization) -> Float[AnyArray, "..."]:
     """The amax that `quantize` computes; shards of one tensor take the integer maximum of its bits."""
-    xp = namespace(x)
-    return _amax_of_peaks(xp, _peaks(xp, _as_blocks(xp, xp.asarray(x), q)), q)
+    xp, layout = namespace(x, group_sizes), None
+    x = xp.asarray(x)
+    if group_sizes is not None:
+        layout = _Layout.of(xp.asarray(group_sizes), x.shape[-2], q.axis)
+        x = layout.arrange(x)
+    return _amax_of_peaks(xp, _peaks(xp, _as_blocks(xp, x, q)), q, layout)
 
 
 def _four_over_six(xp, v, a, tensor_amax, q: Quantization):
@@ -257,8 +268,9 @@ def quantize(
     it saturates. seed None: nearest-even; given: stochastic. A block with a non-finite element is zero codes under a
     NaN scale; a zero block is zeros. The blocked extent is padded with zeros, which the Hadamard transform then fills;
     it mixes along the blocked axis, whichever that is, so that 1.3 holds for it too (the operation allows axis=0 only).
-    group_sizes int32 [*B, g]: each group of rows is a tensor of its own (section 2). Raises ValueError for flags that
-    exclude each other and for an amax that is negative or has a wrong shape.
+    group_sizes int32 [*B, g]: each group of rows is a tensor of its own (section 2), of which the seed may say that x
+    has a part. Raises ValueError for flags that exclude each other, for a seed of another width and for an amax that is
+    negative or has a wrong shape.
     """
     _check(amax, seed, group_sizes, q)
     xp = namespace(x, amax, seed, group_sizes)
@@ -336,8 +348,15 @@ class _Layout(_groups.Layout):
         amax = _groups.of_group(amax, self.group, 0)
         return (amax.swapaxes(-1, -2) if q.row_scaled else amax[..., None, :])[..., None, :, None]
 
+    def whole(self, xp, seed):
+        """The row at which each group starts in the whole group, and the rows of that: uint32 [*B, g]."""
+        if seed.shape[-1] > SEED_WORDS:
+            return seed[..., SEED_WORDS : SEED_WORDS + self.groups], seed[..., SEED_WORDS + self.groups :]
+        extent = (self.bounds.ends - self.bounds.starts).astype(np.uint32)
+        return xp.zeros_like(extent), extent
+
     def random_bytes(self, xp, seed, rows: int, blocks: int, total: int):
-        """`random_bytes`, with indices that count within each group; seed[2] is the number of the first group."""
+        """`random_bytes`, with indices that count within each whole group; seed[2] is the number of the first one."""
 
         def words(values):
             return (values[..., None] if self.axis == -1 else values[..., None, :]).astype(np.uint32)
@@ -346,11 +365,15 @@ class _Layout(_groups.Layout):
         row = xp.arange(rows, dtype=np.uint32)[:, None]
         block = xp.arange(blocks, dtype=np.uint32)
         expert = seed[..., 2, None, None] + words(self.group)
+        first, extent = self.whole(xp, seed)
         if self.columns is None:
-            row = row - words(_groups.of_group(self.bounds.starts, self.group, 0))
+            shift = first - self.bounds.starts.astype(np.uint32)
+            row = row + words(_groups.of_group(shift, self.group, 0))
             return _bytes_at(xp, seed, -1, row, (origin >> 4) + block, np.uint32(padded(total) // BLOCK), expert)
-        block = block - words(_groups.of_group(self.columns.first_block, self.group, 0))
-        of_row = words(_groups.of_group(self.columns.blocks, self.group, 0))
+        block = block + words(
+            _groups.of_group((first >> 4) - self.columns.first_block.astype(np.uint32), self.group, 0)
+        )
+        of_row = words(_groups.of_group((extent >> 4) + ((extent & 15) != 0), self.group, 0))
         return _bytes_at(xp, seed, 0, origin + row, block, of_row, expert)
 
 

@@ -19,7 +19,7 @@ from jax_fp4._recipe import (
     mode_of,
     scaling_of,
 )
-from jax_fp4._record import CallEvent, Cost, Event, LayerEvent, RulesEvent, recording
+from jax_fp4._record import CallEvent, Cost, Event, GatherEvent, LayerEvent, RulesEvent, recording
 
 _HEADER = ("layer", "op", "x", "kernel", "forward", "dx", "dw", "padding", "kept", "note")
 
@@ -50,6 +50,7 @@ class Report:
     rows: tuple[Row, ...]
     calls: tuple[CallEvent, ...]
     unmatched: tuple[str, ...]  # the rules in force that matched no layer
+    gathers: tuple[GatherEvent, ...] = ()  # the kernels that arrive as shards, and what is moved for each product
 
     def __str__(self) -> str:
         shape = "x".join
@@ -71,6 +72,7 @@ class Report:
         lines += [
             f"  {op}: {how}" for op, how in {row.op: row.implementation for row in self.rows if row.quantized}.items()
         ]
+        lines += [f"  {line}" for line in dict.fromkeys(map(_gather, self.gathers))]
         lines += [_unmatched(rule) for rule in self.unmatched]
         return "\n".join([*lines, f"{quantized} of {len(self.rows)} layer calls quantized, {calls}"])
 
@@ -89,7 +91,8 @@ def report(fn, *args, **kwargs) -> Report:
     for rule in unmatched:
         warnings.warn(_unmatched(rule), stacklevel=2)
     rows = tuple(_row(event) for event in events if isinstance(event, LayerEvent))
-    return Report(rows, tuple(event for event in events if isinstance(event, CallEvent)), unmatched)
+    calls = tuple(event for event in events if isinstance(event, CallEvent))
+    return Report(rows, calls, unmatched, tuple(event for event in events if isinstance(event, GatherEvent)))
 
 
 def _unmatched_rules(around: list[Rules], events: list[Event]) -> tuple[str, ...]:
@@ -101,6 +104,13 @@ def _unmatched_rules(around: list[Rules], events: list[Event]) -> tuple[str, ...
 
 def _unmatched(rule: str) -> str:
     return f"the rule {rule!r} matched no layer; it needs to match a whole path of the first column"
+
+
+def _gather(event: GatherEvent) -> str:
+    what = "packed" if event.payload == "quantized" else "in high precision"
+    why = f": {event.reason}" if event.reason else ""
+    shape = "x".join(map(str, event.shape))
+    return f"{event.path or event.op}: shards {shape} of the kernel are gathered {what} ({event.product}){why}"
 
 
 def _row(event: LayerEvent) -> Row:

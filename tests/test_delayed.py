@@ -70,7 +70,6 @@ def cotangent(layer, state, dy, *args):
 # --- the state ---
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("name", RECIPES)
 def test_state_over_steps(name):
     """Amaxes that grow, shrink, vanish and are not finite: bit for bit what the specification says, step by step."""
@@ -170,8 +169,7 @@ def advanced(state):
 # --- in the layers ---
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.core), jnp.bfloat16])
 @pytest.mark.parametrize("jit", [False, True])
 def test_the_cotangent_is_the_next_state(dtype, jit):
     """dense; grouped_dense, a state for each expert; and layernorm_dense, whose x is the normalized one."""

@@ -206,13 +206,23 @@ def test_bad_input():
         dot(jnp.ones((4, 32), jnp.int32), w, MATRIX)
     with pytest.raises(TypeError, match=r"DotGeneral: rhs is"):
         dot(x, fp4.quantize(w, axis=0), MATRIX)
-    with pytest.raises(fp4.UnsupportedError, match=r"DotGeneral: out_sharding is .* Try"):
-        dot(x, w, MATRIX, out_sharding=jax.sharding.PartitionSpec())
     with pytest.raises(TypeError, match="preferred_element_type is int32"):
         dot(x, w, MATRIX, preferred_element_type=jnp.int32)
     # As many elements, other axes: jax's own error, never a product of flattened axes.
     with pytest.raises(TypeError, match="contracting"):
         dot(normal(0, 4, 2, 3), normal(1, 3, 2, 5), (((1, 2), (0, 1)), ((), ())))
+
+
+def test_out_sharding():
+    """Where the result goes; on Explicit axes an operand's columns do not stay whole otherwise."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    x, w, dot = normal(0, 8, 32), normal(1, 32, 64), fp4.DotGeneral(recipe())
+    want, spec = dot(x, w, MATRIX), jax.sharding.PartitionSpec("data", "model")
+    with jax.set_mesh(mesh):
+        there = [jax.device_put(a, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())) for a in (x, w)]
+        y = jax.jit(lambda x, w: dot(x, w, MATRIX, out_sharding=spec))(*there)
+    assert y.sharding.spec == spec
+    equal(y, want)
 
 
 def test_missing_key_is_an_error_only_when_differentiated():

@@ -143,7 +143,6 @@ def check_extents(name, mode, m, k, n):
     close((y, *pull(dy)), (found.y, found.dx, found.dw))
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     ("name", "mode", "k", "n"),
     # Every length and both of C9's layers, one for each recipe and mode.
@@ -174,7 +173,6 @@ def test_every_contraction_length(name, mode):
 # --- scales ---
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("block", [(1, 32), (32, 32)])
 def test_mxfp8_codes_follow_from_the_stored_scale(axis, block):

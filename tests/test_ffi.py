@@ -1,5 +1,8 @@
 """The border: handlers refuse what would read or write outside a buffer, whatever Python sends them."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +39,8 @@ def test_a_right_call_passes():
     quantize()
     quantize(**grouped())
     quantize(**grouped(results=COLUMNS, axis=np.int32(0)))
+    for words in (4, 10):
+        quantize(**grouped(seed=((words,), U32)))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +53,11 @@ def test_a_right_call_passes():
         (dict(given_amax=np.bool_(True)), r"amax is \[0\]; needs \[\]"),
         (dict(seed=((3,), U32)), r"seed is \[3\]; needs \[4\]"),
         (dict(seed=((4,), F32)), "seed has another element type"),
+        (dict(seed=((6,), U32)), r"seed is \[6\]; needs \[4\](?! or)"),
+        (grouped(seed=((9,), U32)), r"seed is \[9\]; needs \[4\] or \[10\]"),
+        (grouped(seed=((11,), U32)), r"seed is \[11\]; needs \[4\] or \[10\]"),
+        (grouped(seed=((1, 10), U32)), r"seed is \[1,10\]; needs \[4\] or \[10\]"),
+        (grouped(seed=((10,), F32)), "seed has another element type"),
         (dict(results=[((16, 15), U8), *RESULTS[1:]]), r"codes is \[16,15\]; needs \[16,16\]"),
         (dict(results=[RESULTS[0], ((2, 16), E4M3), RESULTS[2]]), r"block_scale is \[2,16\]; needs \[16,2\]"),
         (dict(results=[RESULTS[0], ((16, 2), U8), RESULTS[2]]), "block_scale has another element type"),
@@ -153,6 +163,28 @@ def same(expected, got):
     """Equal bit for bit; one amax may come as [] or [1]."""
     expected, got = np.atleast_1d(expected), np.atleast_1d(got)
     np.testing.assert_array_equal(expected.view(np.uint8), got.view(np.uint8))
+
+
+@pytest.mark.parametrize("flags", [dict(k_total=4000), dict(hadamard=True, compute_dtype="bfloat16")], ids=str)
+def test_parts_of_groups_equal_the_reference(flags):
+    """Of random sizes, which begin at random rows of groups of random extents: in both directions and in each."""
+    rng, q = np.random.default_rng(1), Quantization(**flags)
+    traced = jax.jit(partial(reference.quantize_transpose, q=q))
+    both = jax.jit(partial(_ffi.quantize_transpose, q=q))
+    row, column = (
+        jax.jit(partial(_ffi.quantize, q=replace(q, axis=axis, hadamard=q.hadamard and axis == 0))) for axis in (-1, 0)
+    )
+    for shape, groups, runs in (((3, 150, 40), 5, (both, traced)), ((1, 64, 33), 1, (both,))):
+        for most in (40, 3000, 2**32 - 1000, 2**32 - 1000):
+            x = rng.standard_normal(shape, np.float32)
+            seed = rng.integers(0, most, (shape[0], 4 + 2 * groups), np.uint32)
+            seed[:, 3] -= seed[:, 3] % 16
+            sizes = rng.integers(-5, 2 * shape[1] // groups, (shape[0], groups), np.int32)
+            want = reference.quantize_transpose(x, None, None, seed, sizes, q)
+            for run in runs:
+                jax.tree.map(same, want, run(x, None, None, seed, sizes))
+            jax.tree.map(same, want[:3], row(x, None, seed, sizes))
+            jax.tree.map(same, want[3:], column(x, None, seed, sizes))
 
 
 def test_vmap_maps_the_group_sizes_too():

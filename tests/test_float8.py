@@ -2,6 +2,7 @@
 The handlers by themselves are tested in test_ffi_float8.py."""
 
 import dataclasses
+from functools import partial
 
 import hypothesis.strategies as st
 import jax
@@ -27,7 +28,19 @@ VARIANTS = {
     if length or not tiles
 }
 every_variant = pytest.mark.parametrize(("format", "block"), VARIANTS.values(), ids=VARIANTS)
-both_axes = pytest.mark.parametrize("axis", [-1, 0])
+
+
+def in_turn(shapes):
+    """Every variant with every (shape, batch_dims), E4M3 along one axis and E5M2 along the other."""
+    return pytest.mark.parametrize(
+        ("format", "block", "shape", "batch_dims", "axis"),
+        [
+            pytest.param(*variant, *of, axis, id=f"{name}-{'x'.join(map(str, of[0]))}-{axis}")
+            for name, variant in VARIANTS.items()
+            for i, of in enumerate(shapes)
+            for axis in ((-1, 0)[(i + ("e5m2" in name)) % 2],)
+        ],
+    )
 
 
 def bits(a):
@@ -48,12 +61,7 @@ def static(format, block, axis, **flags):
     return Float8Quantization(scaling, codes, axis, 1 if block is None else block[0], **flags)
 
 
-@pytest.mark.core
-@every_variant
-@both_axes
-@pytest.mark.parametrize(
-    ("shape", "batch_dims"), [((5, 50), 0), ((2, 3, 200), 0), ((2, 20, 64), 1), ((64,), 0), ((0, 64), 0), ((3, 0), 0)]
-)
+@in_turn([((5, 50), 0), ((2, 3, 200), 0), ((2, 20, 64), 1), ((64,), 0), ((0, 64), 0), ((3, 0), 0)])
 def test_layout(format, block, axis, shape, batch_dims):
     """The fields as `QuantizedTensor` says, the values those of the specification, in NumPy and jax."""
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -92,28 +100,37 @@ def test_layout(format, block, axis, shape, batch_dims):
     assert q.nbytes == q.codes.size + q.block_scale.nbytes + (0 if q.amax is None else q.amax.nbytes)
 
 
-@pytest.mark.core
-@every_variant
-@both_axes
-@pytest.mark.parametrize(("shape", "batch_dims"), [((5, 50), 0), ((2, 3, 200), 0), ((2, 140, 64), 1), ((64,), 0)])
+@in_turn([((5, 50), 0), ((2, 3, 200), 0), ((2, 140, 64), 1), ((64,), 0)])
 def test_dequantize(format, block, axis, shape, batch_dims):
     """Of the logical shape, in the types asked for; near x; under jit, vmap and a transpose."""
     x = jax.random.normal(KEY, shape, jnp.bfloat16)
-    q = fp4.quantize(x, format, axis=axis, block=block, batch_dims=batch_dims)
-    values = fp4.dequantize(q)
+
+    @jax.jit
+    def all_ways(x):
+        q = fp4.quantize(x, format, axis=axis, block=block, batch_dims=batch_dims)
+        narrow = fp4.dequantize(q), fp4.dequantize(q, implementation="reference")
+        of_transpose = jnp.swapaxes(fp4.dequantize(q.mT), -1, -2) if len(shape) > 1 else None
+        mapped = q_mapped = None
+        if batch_dims:
+            mapped = jax.vmap(fp4.dequantize)(q)
+            q_mapped = jax.vmap(lambda x: fp4.quantize(x, format, axis=axis, block=block))(x)
+        return q, narrow, fp4.dequantize(q, jnp.float32), of_transpose, mapped, q_mapped
+
+    q, (values, by_reference), wide, of_transpose, mapped, q_mapped = all_ways(x)
+    np.testing.assert_array_equal(fp4.dequantize(q), values)
     assert (values.shape, values.dtype) == (q.shape, jnp.bfloat16)
     error = np.abs(np.asarray(values, np.float32) - np.asarray(x, np.float32).reshape(q.shape))
     relative = 2.0 ** (-4 if "e5m2" not in format else -3)
     assert (error <= relative * 1.1 * np.abs(np.asarray(x, np.float32)).reshape(q.shape) + 2e-3).all()
-    np.testing.assert_array_equal(fp4.dequantize(q, implementation="reference"), values)
+    np.testing.assert_array_equal(by_reference, values)
     exact = fp4.dequantize(jax.tree.map(np.asarray, q), jnp.float32, implementation="reference")
     assert isinstance(exact, np.ndarray)
-    np.testing.assert_array_equal(fp4.dequantize(q, jnp.float32), exact)
+    np.testing.assert_array_equal(wide, exact)
     if len(shape) > 1:
-        np.testing.assert_array_equal(fp4.dequantize(q.mT), jnp.swapaxes(values, -1, -2))
+        np.testing.assert_array_equal(of_transpose, values)
     if batch_dims:
-        np.testing.assert_array_equal(jax.vmap(fp4.dequantize)(q), values)
-        assert_same(jax.vmap(lambda x: fp4.quantize(x, format, axis=axis, block=block))(x), q)
+        np.testing.assert_array_equal(mapped, values)
+        assert_same(q_mapped, q)
 
 
 @every_variant
@@ -162,6 +179,7 @@ def test_differentiation_is_refused():
         jax.grad(f)(jnp.ones((16, 16)))
 
 
+@pytest.mark.core
 @every_variant
 def test_under_jit(format, block):
     x = jax.random.normal(KEY, (40, 130))
@@ -259,9 +277,17 @@ def check_groups(x, sizes, format, **flags):
     for got, expected in zip(arrays(pair), want, strict=True):
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(bits(got), bits(expected), strict=True)
-    for q, axis in zip(fp4.quantize_transpose(x, format, group_sizes=sizes, **flags), (-1, 0), strict=True):
-        assert_same(q, pair[axis + 1])
-        assert_same(fp4.quantize(x, format, axis=axis, group_sizes=sizes, **flags), q)
+    both, *each = in_all_ways(x, sizes, format, **flags)
+    for got in (both, each):
+        for q, expected in zip(got, pair, strict=True):
+            assert_same(q, expected)
+
+
+@partial(jax.jit, static_argnames=("format", "power_of_two", "eps"))
+def in_all_ways(x, sizes, format, **flags):
+    """Both axes at once, and each."""
+    each = (fp4.quantize(x, format, axis=axis, group_sizes=sizes, **flags) for axis in (-1, 0))
+    return fp4.quantize_transpose(x, format, group_sizes=sizes, **flags), *each
 
 
 @pytest.mark.core
@@ -276,8 +302,15 @@ def test_each_group_is_quantized_as_if_alone(format, sizes, seed, odd):
     check_groups(x, sizes, format)
 
 
-@every_format
-@pytest.mark.parametrize("case", CASES)
+def case_of_each_scaling(names):
+    """E4M3 and E5M2 in turn: they have one layout."""
+    scalings = [("mxfp8", "mxfp8_e5m2"), ("float8_block", "float8_block_e5m2"), ("float8", "float8_e5m2")]
+    cases = [(both[i % 2], name) for both in scalings for i, name in enumerate(names)]
+    assert {form for form, _ in cases} == set(FLOAT8_FORMATS)
+    return pytest.mark.parametrize(("format", "case"), cases)
+
+
+@case_of_each_scaling(CASES)
 def test_cases_of_groups(format, case):
     """And of a narrow dtype, whose rows are one block less a few."""
     sizes, m = CASES[case]
@@ -320,10 +353,10 @@ def test_dequantize_groups(format, sizes, dtype):
     """Both layouts, each group as alone, in NumPy and jax; the tail is zero."""
     x = rows(5, sizes=sizes)
     for q in fp4.quantize_transpose(x, format, group_sizes=sizes):
-        got = np.asarray(DEQUANTIZE(q, dtype))
+        got, by_reference, of_transpose = map(np.asarray, decoded(q, dtype))
         exact = fp4.dequantize(jax.tree.map(np.asarray, q), dtype, implementation="reference")
         assert isinstance(exact, np.ndarray)
-        for values in (exact, fp4.dequantize(q, dtype, implementation="reference"), fp4.dequantize(q.mT, dtype).T):
+        for values in (exact, by_reference, of_transpose.T):
             np.testing.assert_array_equal(bits(values), bits(got), strict=True)
         assert got.shape == x.shape and got.dtype == dtype and not bits(got)[total(sizes, M) :].any()
         for r in slices(sizes, M):
@@ -331,11 +364,15 @@ def test_dequantize_groups(format, sizes, dtype):
             np.testing.assert_array_equal(bits(got[r]), bits(fp4.dequantize(one, dtype, implementation="reference")))
 
 
+@partial(jax.jit, static_argnames="dtype")
+def decoded(q, dtype):
+    return fp4.dequantize(q, dtype), fp4.dequantize(q, dtype, implementation="reference"), fp4.dequantize(q.mT, dtype)
+
+
 DEQUANTIZE = jax.jit(fp4.dequantize, static_argnames=("dtype", "implementation"))
 
 
-@every_format
-@pytest.mark.parametrize("case", ["no rows", "no groups", "one row"])
+@case_of_each_scaling(["no rows", "no groups", "one row"])
 def test_dequantize_the_cases_of_groups(format, case):
     sizes, m = CASES[case]
     for q in fp4.quantize_transpose(rows(6, m, 20, sizes), format, group_sizes=np.int32(sizes)):

@@ -103,19 +103,24 @@ def test_nan_and_inf_reach_the_product():
 def test_what_xla_adds_to_a_kernel_of_exact_rows(monkeypatch, left, right):
     """On Hopper a kernel multiplies bfloat16 rows, and XLA scales the sums; here a loop stands in for the kernel."""
 
+    def added(bias, row_weights):
+        each = np.asarray(jnp.concatenate([bias, 0 * bias[:1]]), np.float64)[np.repeat(np.arange(5), [*SIZES, 8])]
+        return each if row_weights is None else np.asarray(row_weights, np.float64)[:, None] * each
+
     def rows(x, w, bias, row_weights, sizes, dtype, *, transposed):
         assert transposed
-        y = jnp.asarray(by_experts(*(np.asarray(a, np.float64) for a in (x, w.mT)), SIZES))
-        if bias is not None:
-            added = jnp.concatenate([bias, 0 * bias[:1]])[np.repeat(np.arange(5), [*np.asarray(SIZES), 8])]
-            y += added if row_weights is None else row_weights[:, None] * added
-        return y.astype(dtype)
+        y = by_experts(*(np.asarray(a, np.float64) for a in (x, w.mT)), SIZES)
+        return jnp.asarray(y if bias is None else y + added(bias, row_weights)).astype(dtype)
 
     monkeypatch.setattr(_hopper, "rows", rows)
     lhs = fp4.quantize(normal(4, 100, 72), group_sizes=SIZES, **FORMATS[left])
     rhs = fp4.quantize(normal(5, 4, 72, 24), axis=0, batch_dims=1, **FORMATS[right])
+    product = by_experts(*(np.asarray(exact(q), np.float64) for q in (lhs, rhs)), SIZES)
     static = _products._Static(*[jnp.dtype(jnp.float32)] * 3, rows=True, transposed=False)
     for bias, weights in ((None, None), (normal(6, 4, 24), None), (normal(6, 4, 24), jnp.arange(100.0))):
-        operands = lhs, rhs, bias, weights, SIZES, static
-        got, want = (function(*operands) for function in (_products._forms_on_hopper, _products._rows_by_loops))
-        assert error_of(got[:92], want[:92]) <= 1e-6
+        want = product if bias is None else product + added(bias, weights)
+        # Every pair of the loops is in test_rows_of_groups; with a bias they are compiled for one.
+        loops = (_products._rows_by_loops,) if left == right else ()
+        for function in (_products._forms_on_hopper, *loops):
+            got = function(lhs, rhs, bias, weights, SIZES, static)
+            assert error_of(got[:92], want[:92]) <= 1e-6

@@ -100,8 +100,9 @@ def expert(tree, e):
     return jax.tree.map(lambda a: np.asarray(a)[e], tree)
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.core if name in (*MODES, NONE) else ()) for name in SETTINGS]
+)
 @given(sizes=group_sizes(G, M), followed=st.just(True))
 @example(sizes=np.int32([0, 0, 0, 0]), followed=True)
 @example(sizes=np.int32([1, 15, 16, 17]), followed=True)

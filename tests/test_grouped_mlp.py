@@ -94,11 +94,23 @@ def check(arrays, sizes, activation, first, second):
             assert not any(a[e].any() for e, r in enumerate(slices(sizes, M)) if r.start >= r.stop), name
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("mode", ALL)
-@pytest.mark.parametrize("name", [*ACTIVATIONS][1:])  # swiglu: below
+EVEN, ODD = ("default", "dequant"), ("unquant", NONE)
+MODES_OF = dict(
+    geglu=EVEN, clamped_qgeglu=ODD, situ_glu=EVEN, silu=ALL, gelu=ODD, relu=EVEN, squared_relu=ODD
+)  # swiglu: below
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=pytest.mark.core if name == "silu" else ())
+        for name, modes in MODES_OF.items()
+        for mode in modes
+    ],
+)
 def test_equals_the_composition(name, mode):
-    """Every activation in every mode, and every pair of modes; each product rounds with a key of its own."""
+    """Every activation, in every mode one with a gate and one without, and every pair of modes; each product rounds
+    with a key of its own."""
     second = recipe(ALL[(list(ACTIVATIONS).index(name) + ALL.index(mode)) % 4])
     activation = fp4.Activation(name, limit=1.5) if name == "clamped_qgeglu" else name
     arrays = ARRAYS | ACTIVATIONS[name]

@@ -1,5 +1,6 @@
 """Groups of rows: where they lie, and each of them quantized and decoded as if it were alone."""
 
+import itertools
 from functools import partial
 from unittest import mock
 
@@ -14,7 +15,7 @@ from hypothesis import example, given, settings
 
 import jax_fp4 as fp4
 from jax_fp4 import _groups, reference
-from jax_fp4._formats import BLOCK
+from jax_fp4._formats import BLOCK, Quantization
 
 KEY = jax.random.key(3)
 FOUR, FOUR_MSE = fp4.FourOverSix(), fp4.FourOverSix(448, "MSE")
@@ -261,6 +262,44 @@ def test_groups_draw_differently_and_as_their_number():
     assert (np.asarray(codes[:16]) != codes[16:]).any()
     moved = fp4.quantize(x[8:], key=KEY, group_sizes=np.int32([8, 16])).codes  # the second begins elsewhere
     np.testing.assert_array_equal(moved[8:], codes[16:])
+
+
+@pytest.mark.parametrize("unit", [16, 5])
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_groups_whose_rows_lie_on_several_devices(devices, hadamard, unit):
+    """Numerics 1.7: a seed that says where its rows of each group lie gives each device its part of the whole's codes.
+
+    Column-wise if blocks stay whole. A device may have no row of a group, and a group may be on one device.
+    """
+    sizes, q = np.int32([100, 3, 0, 48, 33]), Quantization(hadamard=hadamard, k_total=32 + K)
+    x, seed = rows(11, 190, sizes=sizes), np.uint32([1, 2, 6, 32])
+    whole = reference.quantize_transpose(x, None, None, seed, sizes, q)
+    starts, units = np.cumsum(sizes) - sizes, -(-sizes // unit)
+    first_block = np.cumsum(-(-sizes // 16)) - -(-sizes // 16)
+    first = [np.minimum(units * d // devices * unit, sizes) for d in range(devices + 1)]
+    assert any((a == b)[sizes > 0].any() for a, b in itertools.pairwise(first))
+    for a, b in itertools.pairwise(first):
+        part = np.concatenate([x[s + i : s + j] for s, i, j in zip(starts, a, b, strict=True)] + [x[-2:]])
+        place = np.concatenate([seed, a.astype(np.uint32), sizes.astype(np.uint32)])
+        got = reference.quantize_transpose(part, whole[2], whole[5], place, b - a, q)
+        row = block = 0
+        for s, first_of, i, j in zip(starts, first_block, a, b, strict=True):
+            for own, of_whole in zip(got[:2], whole[:2], strict=True):
+                assert_same(own[row : row + j - i], of_whole[s + i : s + j])
+            n = -(-(j - i) // 16)
+            for own, of_whole, width in zip(got[3:5], whole[3:5], (8, 1), strict=True):
+                at = first_of + i // 16
+                if unit == 16:
+                    assert_same(own[:, width * block : width * (block + n)], of_whole[:, width * at : width * (at + n)])
+            row, block = row + j - i, block + n
+
+
+@pytest.mark.parametrize(("words", "sizes"), [(5, [3, 4]), (10, [3, 4]), (8, None), (6, [])])
+def test_a_seed_of_another_width_is_refused(words, sizes):
+    sizes = None if sizes is None else np.int32(sizes)
+    with pytest.raises(ValueError, match=f"seed is of {words} words; needs 4{' or 8' if words in (5, 10) else ' '}"):
+        reference.quantize(rows(12, 7), None, np.zeros(words, np.uint32), sizes, Quantization())
 
 
 # --- dequantize, and what a grouped tensor is ---

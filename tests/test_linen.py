@@ -76,9 +76,8 @@ LAYERS = [
 # --- without a recipe: Flax ---
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("name", "fields", "shape"), LAYERS)
-@pytest.mark.parametrize("chosen", [None, fp4.HIGH_PRECISION])
+@pytest.mark.parametrize("chosen", [pytest.param(None, marks=pytest.mark.core), fp4.HIGH_PRECISION])
 def test_without_recipe_every_bit_is_flax(name, fields, shape, chosen):
     x = normal(1, *shape)
     flax, ours = getattr(nn, name)(**fields), getattr(linen, name)(**fields, recipe=chosen)

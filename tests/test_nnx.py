@@ -61,9 +61,8 @@ LAYERS = [
 # --- without a recipe: Flax ---
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(("name", "sizes", "fields", "shape"), LAYERS)
-@pytest.mark.parametrize("chosen", [None, fp4.HIGH_PRECISION])
+@pytest.mark.parametrize("chosen", [pytest.param(None, marks=pytest.mark.core), fp4.HIGH_PRECISION])
 def test_without_recipe_every_bit_is_flax(name, sizes, fields, shape, chosen):
     x = normal(1, *shape)
     theirs = getattr(flax_nnx, name)(*sizes, **fields, rngs=Rngs(0))
@@ -675,9 +674,22 @@ def test_bad_input(layer):
     assert int(rngs.default.count[...]) == 0
     made = layer(32, 8, rngs=rngs, recipe=recipe())
     x = normal(1, 4, 32)
-    with pytest.raises(fp4.UnsupportedError, match=r"out_sharding is .* Try"):
-        made(x, jax.sharding.PartitionSpec())
     with pytest.raises(TypeError, match=r"key is .*; needs one JAX key"):
         made(x, key=3)
     with jax.enable_x64(True), pytest.raises(TypeError, match="float64"):
         made(x.astype(jnp.float64))
+
+
+@pytest.mark.parametrize("layer", [nnx.Linear, nnx.LinearGeneral])
+def test_out_sharding(layer):
+    """Where the result goes, as in the layers of Flax."""
+    mesh, spec = jax.make_mesh((2, 4), ("data", "model")), jax.sharding.PartitionSpec("data", "model")
+    made, x = layer(32, 8, rngs=Rngs(0), recipe=recipe()), normal(1, 4, 32)
+    want = made(x)
+    with jax.set_mesh(mesh):
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        graph, state = flax_nnx.split(made)
+        state, x = jax.device_put((state, x), whole)
+        y = jax.jit(lambda state, x: flax_nnx.merge(graph, state)(x, spec))(state, x)
+    assert y.sharding.spec == spec
+    same_tree(y, want)

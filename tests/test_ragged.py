@@ -111,7 +111,6 @@ def test_any_sizes_of_quantized_operands(name, sizes, seed):
     check_quantized(*arrays(seed, M, K, N, sizes), sizes, name)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("case", CASES)
 def test_cases(case):
     sizes, m = CASES[case]

@@ -233,7 +233,6 @@ def by_hand(x, q):
     return codes, scales, amax if q.row_scaled else whole
 
 
-@pytest.mark.core
 @every_flag
 @pytest.mark.parametrize("magnitude", [0, -30, -110, -128, -140, 100, 126])
 def test_quantize_follows_the_text(flags, magnitude):
@@ -276,7 +275,6 @@ def test_e2m1_codes():
         np.testing.assert_array_equal(reference.unpack(packed), codes)
 
 
-@pytest.mark.core
 def test_every_e4m3_code_and_midpoint():
     """A19: above 448 it is 448, not NaN."""
     values = reference.decode_e4m3(EVERY_BYTE)
@@ -485,7 +483,7 @@ def test_a_given_amax(flags, axis):
     q, x = Quantization(axis=axis, **flags), normal(6, 33, 40)
     result = reference.quantize(x, None, None, None, q)
     assert_same(reference.quantize(x, result[2], None, None, q), result)
-    assert_same(reference.amax(x, q), result[2])
+    assert_same(reference.amax(x, None, q), result[2])
     half = result[2] / 2
     codes, scale, returned = reference.quantize(x, half, None, None, q)
     assert_same(returned, half)
@@ -653,7 +651,6 @@ def test_random_bytes_of_a_global_index_beyond_32_bits(xp, words, row):
 # --- products ---
 
 
-@pytest.mark.core
 @both_namespaces
 @pytest.mark.parametrize("shape", [(17, 70, 20), (3, 0, 4), (0, 32, 5), (5, 48, 0), (2, 1024, 3)])
 @pytest.mark.parametrize("dtype", [F32, ml_dtypes.bfloat16, np.float16])

@@ -176,7 +176,6 @@ def test_a_block_at_the_largest_code_has_scale_one():
         assert bits(scale).item() == 127 and F32(got[0, 5]) == -largest
 
 
-@pytest.mark.core
 def test_every_e5m2_code_and_midpoint():
     values = decode_e5m2(EVERY_BYTE)
     np.testing.assert_array_equal(values, EVERY_BYTE.view(ml_dtypes.float8_e5m2).astype(F32))
@@ -230,7 +229,6 @@ SCALINGS = {
 every_scaling = pytest.mark.parametrize("flags", SCALINGS.values(), ids=SCALINGS)
 
 
-@pytest.mark.core
 @every_scaling
 @both_codes
 @pytest.mark.parametrize("magnitude", [0, -60, -120, -135, -145, 100, 126])

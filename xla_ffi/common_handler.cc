@@ -5,10 +5,16 @@
 namespace jax_fp4 {
 namespace {
 
-std::string shape_text(const int64_t* dimensions, size_t rank) {
+std::string shape_text(const std::vector<int64_t>& shape) {
   std::string text = "[";
-  for (size_t i = 0; i < rank; ++i) text += (i == 0 ? "" : ",") + std::to_string(dimensions[i]);
+  for (const int64_t extent : shape) text += (text == "[" ? "" : ",") + std::to_string(extent);
   return text + "]";
+}
+
+std::vector<int64_t> with_tail(ffi::Span<const int64_t> batch, const std::vector<int64_t>& tail) {
+  std::vector<int64_t> shape(batch.begin(), batch.end());
+  shape.insert(shape.end(), tail.begin(), tail.end());
+  return shape;
 }
 
 // numerics.md 1.4, 1.6 and 1.8: what is not defined is refused here too.
@@ -41,13 +47,18 @@ void Checks::require(bool condition, const std::string& what) {
 }
 
 void Checks::shape(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
-                   ffi::Span<const int64_t> batch, const std::vector<int64_t>& tail) {
-  const auto dimensions = buffer.dimensions();
-  std::vector<int64_t> needed(batch.begin(), batch.end());
-  needed.insert(needed.end(), tail.begin(), tail.end());
-  const bool same = std::vector<int64_t>(dimensions.begin(), dimensions.end()) == needed;
-  require(same, std::string(name) + " is " + shape_text(dimensions.begin(), dimensions.size()) +
-                    "; needs " + shape_text(needed.data(), needed.size()));
+                   ffi::Span<const int64_t> batch, const std::vector<int64_t>& tail,
+                   const std::vector<int64_t>* other) {
+  const std::vector<int64_t> given = with_tail(buffer.dimensions(), {});
+  const std::vector<int64_t> first = with_tail(batch, tail);
+  bool same = given == first;
+  std::string needed = shape_text(first);
+  if (other != nullptr) {
+    const std::vector<int64_t> second = with_tail(batch, *other);
+    same = same || given == second;
+    needed += " or " + shape_text(second);
+  }
+  require(same, std::string(name) + " is " + shape_text(given) + "; needs " + needed);
   require(buffer.element_type() == dtype, std::string(name) + " has another element type");
 }
 
@@ -86,11 +97,14 @@ QuantizeOperands check_operands(Checks& checks, const ffi::AnyBuffer& x, const f
   o.k_total = a.k_total < 0 ? o.k : a.k_total;
   o.compute = static_cast<DType>(a.compute);
 
-  const bool stochastic = last_extent(seed) != 0;
-  checks.shape("seed", seed, ffi::DataType::U32, o.batch_shape, {stochastic ? 4 : 0});
-  o.seed = stochastic ? static_cast<const uint32_t*>(seed.untyped_data()) : nullptr;
-
   o.groups = a.grouped ? last_extent(group_sizes) : 1;
+  const bool stochastic = last_extent(seed) != 0;
+  const std::vector<int64_t> split = {seed_words(true, o.groups)};
+  checks.shape("seed", seed, ffi::DataType::U32, o.batch_shape, {stochastic ? kSeedWords : 0},
+               stochastic && a.grouped && o.groups > 0 ? &split : nullptr);
+  o.seed = stochastic ? static_cast<const uint32_t*>(seed.untyped_data()) : nullptr;
+  o.split_groups = stochastic && last_extent(seed) != kSeedWords;
+
   checks.shape("group_sizes", group_sizes, ffi::DataType::S32, o.batch_shape,
                {a.grouped ? o.groups : 0});
   o.group_sizes = static_cast<const int32_t*>(group_sizes.untyped_data());

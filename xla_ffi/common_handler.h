@@ -26,9 +26,11 @@ class Checks {
   // Complains unless the condition holds: "<op>: <what>".
   void require(bool condition, const std::string& what);
 
-  // `buffer` must be `dtype` [*batch, *tail], where the leading dimensions of `batch` count.
+  // `buffer` must be `dtype` [*batch, *tail], where the leading dimensions of `batch` count; or
+  // [*batch, *other], if there is another.
   void shape(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType dtype,
-             ffi::Span<const int64_t> batch, const std::vector<int64_t>& tail);
+             ffi::Span<const int64_t> batch, const std::vector<int64_t>& tail,
+             const std::vector<int64_t>* other = nullptr);
 
   // The dtype of values, or a complaint.
   DType dtype(const char* name, const ffi::AnyBuffer& buffer);
@@ -62,13 +64,17 @@ struct AxisQuantizeAttributes : QuantizeAttributes {
   int32_t axis;
 };
 
-// x [*B, m, k], seed [*B, 4] or [*B, 0] and group_sizes [*B, g] (not grouped: [*B, 0]).
+// x [*B, m, k], seed [*B, 4] or [*B, 0] (grouped: or [*B, 4 + 2 g]) and group_sizes [*B, g] (not
+// grouped: [*B, 0]). The words of a seed: two of the key; where x begins in the global tensor,
+// along m (grouped: the number of the first group) and along k; then, if `split_groups`, where x
+// begins in each group along m, and how many rows each group has, of which x has group_sizes.
 struct QuantizeOperands {
   ffi::Span<const int64_t> batch_shape;
   int64_t batch, m, k, m_total, k_total;
   const void* x;
   DType x_dtype, compute;
   const uint32_t* seed;  // null = nearest rounding
+  bool split_groups;     // the seed is [*B, 4 + 2 g]
   int64_t groups;        // 1 if not grouped
   const int32_t* group_sizes;
 };

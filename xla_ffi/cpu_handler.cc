@@ -35,6 +35,7 @@ QuantizeCall cpu_call(const QuantizeOperands& o, const QuantizeAttributes& a) {
   p.row_scaled = a.row_scaled;
   call.batch = o.batch;
   call.seed = o.seed;
+  call.split_groups = o.split_groups;
   call.grouped = a.grouped;
   call.groups = o.groups;
   call.group_sizes = o.group_sizes;

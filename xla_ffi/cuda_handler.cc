@@ -33,6 +33,7 @@ cuda::QuantizeProblem quantize_problem(const QuantizeOperands& o, const Quantize
   p.tile = a.tile;
   p.row_scaled = a.row_scaled;
   p.seed = o.seed;
+  p.split_groups = o.split_groups;
   p.m_total = o.m_total;
   p.k_total = o.k_total;
   p.grouped = a.grouped;

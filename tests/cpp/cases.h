@@ -201,11 +201,21 @@ inline void draw_groups(Case& c) {
   }
 }
 
-// Key words, then m origin or number of the first group, then k origin.
+// Key words, then m origin or number of the first group, then k origin; then, of split groups,
+// where x begins in each (rows are counted in 32 bits) and the rows that each has.
 inline uint32_t random_seed_word(const QuantizeCall& call, int64_t place) {
   if (place < 2) return static_cast<uint32_t>(random_engine());
   if (place == 2 && call.grouped) return static_cast<uint32_t>(draw(-3, 1000));
+  if (place >= kSeedWords && chance(0.5))
+    return static_cast<uint32_t>(chance(0.5) ? draw(0, 100) : draw(0, UINT32_MAX - 10000));
   return static_cast<uint32_t>(16 * draw(0, 1000));
+}
+inline std::vector<uint32_t> random_seed(const QuantizeCall& call) {
+  std::vector<uint32_t> seed;
+  for (int64_t entry = 0; entry < call.batch; ++entry)
+    for (int64_t place = 0; place < seed_words(call.split_groups, call.groups); ++place)
+      seed.push_back(random_seed_word(call, place));
+  return seed;
 }
 
 // `smooth`: the extents and dtypes that device kernels have a fast path for.
@@ -225,8 +235,10 @@ inline Case random_case(bool smooth = false) {
   p.m_total = p.m + draw(0, 1) * 1000;
   p.k_total = p.k + draw(0, 1) * 1000;
   draw_groups(c);
-  if (plain && chance(0.4))
-    for (int64_t i = 0; i < 4 * call.batch; ++i) c.seed.push_back(random_seed_word(call, i % 4));
+  if (plain && chance(0.4)) {
+    call.split_groups = call.grouped && chance(0.5);
+    c.seed = random_seed(call);
+  }
   const int wanted = static_cast<int>(draw(1, 3)), bound = chance(0.5) ? 256 : 448;
   p.row = {(wanted & 1) != 0, p.m,    ceil_div(p.k, kBlock), false, norm, bound, nullptr,
            nullptr,           nullptr};

@@ -35,12 +35,12 @@ void print(const Case& c) {
   const QuantizeProblem& p = c.call.entry;
   std::printf(
       "x %d compute %d batch %lld m %lld k %lld tile %d row_scaled %d random %d grouped %d "
-      "groups %lld given %d row %d column %d hadamard %d norm %d bound %d\n",
+      "split %d groups %lld given %d row %d column %d hadamard %d norm %d bound %d\n",
       static_cast<int>(p.x_dtype), static_cast<int>(p.compute),
       static_cast<long long>(c.call.batch), static_cast<long long>(p.m),
       static_cast<long long>(p.k), p.tile, p.row_scaled, !c.seed.empty(), c.call.grouped,
-      static_cast<long long>(c.call.groups), c.given, p.row.wanted, p.column.wanted,
-      p.column.hadamard, static_cast<int>(p.row.four_over_six), p.row.bound);
+      c.call.split_groups, static_cast<long long>(c.call.groups), c.given, p.row.wanted,
+      p.column.wanted, p.column.hadamard, static_cast<int>(p.row.four_over_six), p.row.bound);
   for (int32_t size : c.group_sizes) std::printf("%d ", size);
 }
 
@@ -146,6 +146,7 @@ cuda::QuantizeProblem shape_of(const Case& c, Values values, const Made* made) {
   d.k = p.k;
   d.tile = p.tile;
   d.row_scaled = p.row_scaled;
+  d.split_groups = call.split_groups;
   d.m_total = p.m_total;
   d.k_total = p.k_total;
   d.grouped = call.grouped;
@@ -297,8 +298,7 @@ Case redrawn(const Case& c) {
   Case other = c;
   const QuantizeProblem& p = c.call.entry;
   other.x = random_words(c.call.batch * p.m * p.k, p.x_dtype);
-  for (size_t i = 0; i < other.seed.size(); ++i)
-    other.seed[i] = random_seed_word(c.call, static_cast<int64_t>(i % 4));
+  if (!c.seed.empty()) other.seed = random_seed(c.call);
   other.group_sizes.clear();
   for (int64_t i = 0; c.call.grouped && i < c.call.batch; ++i) {
     const std::vector<int32_t> sizes = random_sizes(p.m, c.call.groups);

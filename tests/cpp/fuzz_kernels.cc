@@ -185,7 +185,7 @@ Case group_alone(const Case& c, int64_t entry, int64_t number) {
       p.row_scaled ? slice(c.column_amax, part * p.k, p.k) : slice(c.column_amax, part, 1);
   alone.seed.clear();
   alone.call.batch = alone.call.groups = 1;
-  alone.call.grouped = false;
+  alone.call.grouped = alone.call.split_groups = false;
   p.m = p.m_total = p.row.rows = rows.count;
   p.column.blocks = ceil_div(rows.count, kBlock);
   return alone;
@@ -198,11 +198,13 @@ Result run_alone(const Case& c, int64_t entry, int64_t number) {
   Result r = run(alone, kernels(), 0x7F, 1, false);
   if (c.seed.empty()) return r;
   QuantizeProblem p = alone.call.entry;
-  const uint32_t* seed = &c.seed[static_cast<size_t>(4 * entry)];
+  const int64_t groups = c.call.groups, words = seed_words(c.call.split_groups, groups);
+  const uint32_t* seed = &c.seed[static_cast<size_t>(words * entry)];
   p.x = alone.x.data();
   p.key = seed;
   p.expert = seed[2] + static_cast<uint32_t>(number);
   p.k_origin = seed[3];
+  if (c.call.split_groups) p.m_origin = seed[4 + number], p.m_total = seed[4 + groups + number];
   attach(p, r);
   const int64_t items = quantize_in_block_order(p)
                             ? ceil_div(p.m * p.row.blocks, kItemBlocks)

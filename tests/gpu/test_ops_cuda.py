@@ -3,6 +3,7 @@
 import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from golden_files import golden_files, load
 
 import jax_fp4 as fp4
 from jax_fp4 import _ffi
+from jax_fp4._formats import Quantization
 
 VARIANTS = {
     "plain": {},
@@ -84,6 +86,33 @@ def test_groups_equal_the_cpu(gpu, cpu, variant):
         x[min(160, sum(max(0, s) for s in sizes)) :] = np.nan
         sizes = np.asarray(sizes, np.int32)
         assert_same(on(gpu, quantize, x, sizes), on(cpu, quantize, x, sizes), sizes)
+
+
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize(
+    ("k", "dtype"), [(96, jnp.bfloat16), (160, jnp.float32), (50, jnp.bfloat16)], ids=["tiles", "float32 tiles", "any"]
+)
+def test_parts_of_groups_equal_the_cpu(gpu, cpu, k, dtype, hadamard):
+    """A seed with where the rows of each group begin in the whole group, and the rows of that.
+
+    The tile kernel and the one for any problem, both forms and each, with blocks and groups that the former does
+    again: not finite, or of an amax near the denormals.
+    """
+    rng = np.random.default_rng(k)
+    q = Quantization(hadamard=hadamard, compute_dtype="bfloat16", k_total=5000)
+    both = jax.jit(functools.partial(_ffi.quantize_transpose, q=q))
+    each = [
+        jax.jit(functools.partial(_ffi.quantize, q=replace(q, axis=a, hadamard=hadamard and a == 0))) for a in (-1, 0)
+    ]
+    for most in (40, 3000, 2**32 - 1000):
+        x = normal((2, 300, k), k, dtype).copy()
+        x[0, 70, 3], x[1, 200:] = np.inf, x[1, 200:] * 2.0**-120
+        sizes = np.int32([[100, 0, 33, 7, 150], [5, 195, 64, 0, 16]])
+        seed = rng.integers(0, most, (2, 4 + 2 * sizes.shape[1]), np.uint32)
+        seed[:, 3] -= seed[:, 3] % 16
+        assert_same(on(gpu, both, x, None, None, seed, sizes), on(cpu, both, x, None, None, seed, sizes), most)
+        for one in each:
+            assert_same(on(gpu, one, x, None, seed, sizes), on(cpu, one, x, None, seed, sizes), most)
 
 
 def test_special_values_equal_the_cpu(gpu, cpu):

@@ -34,7 +34,7 @@ struct QuantizeProblem {
   bool row_scaled;
   const uint32_t* key;          // two words; null = nearest rounding
   uint32_t expert;              // Philox counter word 3
-  uint32_t m_origin, k_origin;  // where x begins in the tensor of which it is a shard
+  uint32_t m_origin, k_origin;  // where x begins in the tensor of which it is a part
   int64_t m_total, k_total;     // extents of that tensor
   StoredForm row;               // blocks along k
   StoredForm column;            // blocks along m, stored transposed

@@ -34,13 +34,16 @@ void advance(StoredForm& form, int64_t blocks, int64_t amaxes) {
 
 // Where the blocks of a part lie in the global tensor; a group has a tensor of its own.
 void place(QuantizeProblem& p, const QuantizeCall& call, const Part& part) {
-  const uint32_t* seed = call.seed + 4 * part.entry;
+  const uint32_t* seed = call.seed + seed_words(call.split_groups, call.groups) * part.entry;
   const int64_t number = part.number - part.entry * call.groups;
   p.key = seed;
   p.expert = call.grouped ? seed[2] + static_cast<uint32_t>(number) : 0;
   p.m_origin = call.grouped ? 0 : seed[2];
   p.k_origin = seed[3];
   if (call.grouped) p.m_total = p.m;
+  if (!call.split_groups) return;
+  p.m_origin = seed[kSeedWords + number];
+  p.m_total = seed[kSeedWords + call.groups + number];
 }
 
 QuantizeProblem matrix(const QuantizeCall& call, const Part& part) {

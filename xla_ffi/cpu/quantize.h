@@ -16,8 +16,11 @@ namespace jax_fp4 {
 struct QuantizeCall {
   QuantizeProblem entry;  // the first batch entry as one matrix, without key, expert and origins
   int64_t batch;
-  const uint32_t* seed;  // [batch, 4]: two words of the key, m origin (grouped: number of the
-                         // first group, m_total is unread), k origin; null = nearest rounding
+  const uint32_t* seed;  // [batch, 4]: two words of the key, m origin (grouped: number of the first
+                         // group, m_total is unread), k origin; null = nearest rounding
+  // x has a part of each group, and seed is [batch, 4 + 2 groups]: after the four words, the row of
+  // each whole group at which x begins, then the rows that each has.
+  bool split_groups;
   bool grouped;
   int64_t groups;  // 1 if not grouped
   const int32_t* group_sizes;

@@ -58,6 +58,13 @@ JAX_FP4_FN int64_t grouped_blocks(int64_t m, int64_t groups) {
   return (m + (kBlock - 1) * groups) / kBlock;
 }
 
+// Words of a seed: of the key, and where x begins. Of split groups it goes on with the row of each
+// whole group at which x begins, and then with the rows that each has.
+constexpr int kSeedWords = 4;
+JAX_FP4_FN int64_t seed_words(bool split_groups, int64_t groups) {
+  return kSeedWords + (split_groups ? 2 * groups : 0);
+}
+
 // What a lane type must offer. Bit patterns compared by lesser and greater are below 2^31.
 template <class F>
 struct Lanes;

@@ -127,7 +127,7 @@ __device__ void quantize_row_form(const QuantizeTask& task, const TileView& tile
   uint32_t random[4];
   if (p.seed != nullptr)
     Origin::of(task, entry, rows.group, kRowDirection)
-        .draw(rows.number * kBlock + tile.lane, column_block, random);
+        .draw(rows.place + tile.lane, column_block, random);
   const uint64_t codes = encode(v, scale, tensor, p.seed == nullptr ? nullptr : random);
   store_block(p.row, row * p.row.blocks + column_block, scale, codes);
   if (p.values != nullptr)
@@ -162,7 +162,7 @@ __device__ void quantize_column_form(const QuantizeTask& task, const TileView& t
   uint32_t random[4];
   const bool drawn = p.seed != nullptr && rows.rows > 0;
   if (drawn)
-    Origin::of(task, entry, rows.group, kColumnDirection).draw(column, rows.number, random);
+    Origin::of(task, entry, rows.group, kColumnDirection).draw(column, rows.place / kBlock, random);
   const uint64_t codes = encode(v, scale, tensor, drawn ? random : nullptr);
   store_block(p.column, (entry * p.k + column) * p.column.blocks + block, scale, codes);
 }

@@ -22,7 +22,7 @@ constexpr uint32_t kRowDirection = 0, kColumnDirection = 1;  // Philox counter w
 struct alignas(16) RowBlock {
   int32_t row, rows;  // of the batch entry
   int32_t group;
-  int32_t number;  // among the blocks of its group
+  uint32_t place;  // the row of its matrix, of a split group the whole one, at which it begins
 };
 
 // m and S_dec of a tensor, row or column. The scale is calm if no multiplier of a block, no eighth
@@ -50,9 +50,10 @@ static_assert(sizeof(RowBlock) == 16 && sizeof(ScaledBlock) == 32, "read in piec
 struct QuantizeTask {
   QuantizeProblem p;
   int64_t row_blocks;    // of a batch entry
+  int32_t seed_words;    // likewise
   RowBlock* blocks;      // [batch, row_blocks] if grouped
   ScaledBlock* scaled;   // the same, once the amaxes are known
-  int32_t* group_rows;   // [batch, groups] if grouped
+  uint32_t* whole_rows;  // [batch, groups] if grouped: of each group, of a split one the whole
   int32_t* first_block;  // [batch, groups] if grouped
   int32_t* first_row;    // [batch, groups + 1] if grouped: the last is where the groups end
   uint32_t* units;       // what the tile kernel has drawn; the first pass, or a memset, makes it 0
@@ -61,11 +62,15 @@ struct QuantizeTask {
   __device__ RowBlock row_block(int64_t entry, int64_t block) const {
     if (p.grouped) {
       const int4 from = __ldg(reinterpret_cast<const int4*>(blocks + entry * row_blocks + block));
-      return {from.x, from.y, from.z, from.w};
+      return {from.x, from.y, from.z, static_cast<uint32_t>(from.w)};
     }
     const int64_t row = block * kBlock;
     const int64_t rows = p.m - row < kBlock ? p.m - row : kBlock;
-    return {static_cast<int32_t>(row), static_cast<int32_t>(rows), 0, static_cast<int32_t>(block)};
+    return {static_cast<int32_t>(row), static_cast<int32_t>(rows), 0, static_cast<uint32_t>(row)};
+  }
+
+  __device__ __forceinline__ const uint32_t* seed_of(int64_t entry) const {
+    return p.seed + int64_t{static_cast<int32_t>(entry)} * seed_words;
   }
 
   // The matrix of which a row block is part, as amaxes count them.
@@ -83,7 +88,8 @@ inline bool holds_bfloat16(const QuantizeProblem& p) {
 // Host: the table's pointers into scratch. With null, only the size counts.
 int64_t lay_out_scratch(QuantizeTask& task, void* scratch);
 
-// Where the blocks of one stored form of one matrix lie in the global tensor, for the random bytes.
+// Where the blocks of one stored form of one matrix lie in the global tensor, for the random bytes:
+// along m from RowBlock::place on, in which the part of a split group has its origin already.
 struct Origin {
   uint32_t key0, key1, direction, expert;
   uint64_t row, block, blocks;
@@ -91,8 +97,8 @@ struct Origin {
   __device__ static Origin of(const QuantizeTask& task, int64_t entry, int32_t group,
                               uint32_t direction) {
     const QuantizeProblem& p = task.p;
-    const uint32_t* seed = p.seed + 4 * entry;
-    const int64_t m_total = p.grouped ? task.group_rows[entry * p.groups + group] : p.m_total;
+    const uint32_t* seed = task.seed_of(entry);
+    const int64_t m_total = p.grouped ? task.whole_rows[entry * p.groups + group] : p.m_total;
     const uint32_t m_origin = p.grouped ? 0 : seed[2], k_origin = seed[3];
     const bool rows = direction == kRowDirection;
     return {seed[0],

@@ -61,8 +61,9 @@ __device__ __forceinline__ void draw(const TileWork<V>& work, bool row_wise,
                             : Origin::of(work.task.q, work.at.entry, work.block.rows.group,
                                          row_wise ? kRowDirection : kColumnDirection);
   const int32_t column = work.at.tile_column() + place.column;
-  const int32_t line = row_wise ? work.block.rows.number * kBlock + place.row % kBlock : column;
-  const int32_t block = row_wise ? column / kBlock : work.block.rows.number;
+  const uint32_t row = work.block.rows.place;
+  const int64_t line = row_wise ? int64_t{row} + place.row % kBlock : int64_t{column};
+  const int64_t block = row_wise ? int64_t{column / kBlock} : int64_t{row / kBlock};
   draw_eight(origin, line, block, row_wise ? place.column_half : place.row_half,
              row_wise ? kAcrossLanes : kDownLanes, random);
 }

@@ -70,9 +70,11 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(QuantizeTask task) {
   const QuantizeProblem& p = task.p;
   const int64_t entry = blockIdx.x, groups = p.groups;
   const int32_t* sizes = p.group_sizes + entry * groups;
-  int32_t* group_rows = task.group_rows + entry * groups;
+  uint32_t* whole_rows = task.whole_rows + entry * groups;
   int32_t* first_block = task.first_block + entry * groups;
   int32_t* first_row = task.first_row + entry * (groups + 1);
+  // Of split groups: where x begins in each, and after that how many rows each has.
+  const uint32_t* places = p.split_groups ? task.seed_of(entry) + kSeedWords : nullptr;
   const bool clears = clears_amaxes(p);
   int64_t row = 0, block = 0;  // where the groups of earlier rounds end
   for (int64_t base = 0; base < groups; base += kPlanThreads) {
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(QuantizeTask task) {
     const int64_t blocks = ceil_div(end - begin, kBlock), after = block + scan(blocks, shared);
     if (i < groups) {
       first_row[i] = static_cast<int32_t>(begin);
-      group_rows[i] = static_cast<int32_t>(end - begin);
+      whole_rows[i] = places != nullptr ? places[groups + i] : static_cast<uint32_t>(end - begin);
       first_block[i] = static_cast<int32_t>(after - blocks);
       if (clears && p.row.wanted) p.row.amax[entry * groups + i] = 0.0f;
       if (clears && p.column.wanted) p.column.amax[entry * groups + i] = 0.0f;
@@ -98,10 +100,11 @@ __global__ void __launch_bounds__(kPlanThreads) plan_groups(QuantizeTask task) {
     RowBlock found = {0, 0, 0, 0};
     if (b < block) {
       const int64_t group = group_of(first_block, groups, b), number = b - first_block[group];
-      const int64_t rows = group_rows[group] - number * kBlock;
-      found = {static_cast<int32_t>(first_row[group] + number * kBlock),
-               static_cast<int32_t>(rows < kBlock ? rows : kBlock), static_cast<int32_t>(group),
-               static_cast<int32_t>(number)};
+      const int64_t begin = first_row[group] + number * kBlock;
+      const int64_t rows = first_row[group + 1] - begin;
+      const auto place = static_cast<uint32_t>(number * kBlock);
+      found = {static_cast<int32_t>(begin), static_cast<int32_t>(rows < kBlock ? rows : kBlock),
+               static_cast<int32_t>(group), places != nullptr ? places[group] + place : place};
     }
     task.blocks[entry * task.row_blocks + b] = found;
   }
@@ -196,6 +199,7 @@ bool is_valid(const QuantizeProblem& p) {
   return p.batch >= 0 && p.m >= 0 && p.k >= 0 && p.groups >= 0 && p.batch <= 65535 &&
          p.m <= INT_MAX - 16 * (p.groups + 16) && p.k <= INT_MAX - 256 &&
          (p.tile == 1 || p.tile == kBlock) && (p.grouped || p.groups == 1) &&
+         (!p.split_groups || (p.grouped && (p.seed != nullptr || p.batch == 0))) &&
          !(p.row_scaled && (p.tile != 1 || p.seed != nullptr)) && activation >= Activation::kNone &&
          activation <= Activation::kSquaredRelu && (p.values == nullptr || p.row.wanted) &&
          given_agree && form_is_valid(p, p.row, true) && form_is_valid(p, p.column, false);
@@ -233,6 +237,7 @@ cudaError_t launch_finish(const QuantizeTask& task, cudaStream_t stream) {
 int64_t lay_out_scratch(QuantizeTask& task, void* scratch) {
   const QuantizeProblem& p = task.p;
   task.row_blocks = p.grouped ? grouped_blocks(p.m, p.groups) : ceil_div(p.m, kBlock);
+  task.seed_words = static_cast<int32_t>(seed_words(p.split_groups, p.groups));
   int64_t end = 0;
   const auto take = [&](auto*& pointer, int64_t count) {
     using Item = std::remove_reference_t<decltype(*pointer)>;
@@ -246,7 +251,7 @@ int64_t lay_out_scratch(QuantizeTask& task, void* scratch) {
   if (!p.grouped) return end;
   take(task.blocks, p.batch * task.row_blocks);
   take(task.scaled, p.batch * task.row_blocks);
-  take(task.group_rows, p.batch * p.groups);
+  take(task.whole_rows, p.batch * p.groups);
   take(task.first_block, p.batch * p.groups);
   take(task.first_row, p.batch * (p.groups + 1));
   return end;

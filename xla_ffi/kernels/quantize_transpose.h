@@ -60,6 +60,9 @@ struct QuantizeProblem {
   // unread), k origin; null = nearest rounding. The totals are extents of the tensor of which x is
   // a shard.
   const uint32_t* seed;
+  // x has a part of each group, and seed is [batch, 4 + 2 groups]: after the four words, the row of
+  // each whole group at which x begins, then the rows that each has. Needs grouped and a seed.
+  bool split_groups;
   int64_t m_total, k_total;
   // Groups split the m rows of each batch entry; group_sizes [batch, groups] is data, and any
   // values are legal: a negative size counts as 0, groups end at row m. Rows after the last group

@@ -134,7 +134,7 @@ __device__ __forceinline__ void square_maxima(uint32_t most[4]) {
 // The random words of this patch's halves of eight lines' blocks, of which two lanes hold the two
 // halves. Each draws four whole blocks, together so that they share the keys and the loop stays
 // short, and gives the other lane its half.
-__device__ __forceinline__ void draw_eight(const Origin& origin, int32_t line, int32_t block,
+__device__ __forceinline__ void draw_eight(const Origin& origin, int64_t line, int64_t block,
                                            int half, int partner, uint32_t random[kPatch][2]) {
   uint32_t word[kPatch / 2][4];
   uint64_t index = origin.index(line + half, block);

@@ -82,10 +82,10 @@ struct TileTask {
     if (V::kScaling == Scaling::kGroups) {
       const int4* table = reinterpret_cast<const int4*>(q.blocks) + row_start(entry, row_blocks);
       const int4 from = __ldg(table + block);
-      return {from.x, from.y, from.z, from.w};
+      return {from.x, from.y, from.z, static_cast<uint32_t>(from.w)};
     }
     const int32_t row = block * kBlock;
-    return {row, min(m - row, kBlock), 0, block};
+    return {row, min(m - row, kBlock), 0, static_cast<uint32_t>(row)};
   }
 };
 

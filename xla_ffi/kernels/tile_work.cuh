@@ -65,7 +65,8 @@ struct TileWork {
     const ScaledBlock* from = task.q.scaled + row_start(at.entry, task.row_blocks) + number;
     const int4 rows = __ldg(reinterpret_cast<const int4*>(from));
     const float4 scales = __ldg(reinterpret_cast<const float4*>(from) + 1);
-    return {{rows.x, rows.y, rows.z, rows.w}, {scales.x, scales.y}, {scales.z, scales.w}};
+    const RowBlock block = {rows.x, rows.y, rows.z, static_cast<uint32_t>(rows.w)};
+    return {block, {scales.x, scales.y}, {scales.z, scales.w}};
   }
   __device__ __forceinline__ static TileWork of(const TileTask& task, TileMemory<V>& memory,
                                                 const Cursor& at, const ScaledBlock& found) {
@@ -168,7 +169,7 @@ __device__ __noinline__ void redo_rows(const TileTask& task, TileMemory<V>& memo
         tensor_scale(row_form_amax(task.q, at.entry, rows, rows.row + in_block), bound);
     const uint32_t scale = work.exact_scale_of(value, corner, tensor, bound);
     uint32_t random[4];
-    if (p.seed != nullptr) origin.draw(rows.number * kBlock + in_block, corner / kBlock, random);
+    if (p.seed != nullptr) origin.draw(rows.place + in_block, corner / kBlock, random);
     const ExactBlock exact =
         ExactBlock::of(value, scale, tensor, p.seed == nullptr ? nullptr : random);
     const auto codes = static_cast<uint32_t>(exact.codes >> (32 * place.column_half));
@@ -204,7 +205,7 @@ __device__ __noinline__ void redo_columns(const TileTask& task, TileMemory<V>& m
         tensor_scale(column_form_amax(task.q, at.entry, rows, column), bound);
     const uint32_t scale = work.exact_scale_of(value, column / kBlock * kBlock, tensor, bound);
     uint32_t random[4];
-    if (p.seed != nullptr) origin.draw(column, rows.number, random);
+    if (p.seed != nullptr) origin.draw(column, rows.place / kBlock, random);
     const ExactBlock exact =
         ExactBlock::of(value, scale, tensor, p.seed == nullptr ? nullptr : random);
     if (place.row_half == 0) scales[c] = static_cast<uint8_t>(exact.scale);
