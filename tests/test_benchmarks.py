@@ -11,11 +11,11 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
-def load(name):
+def load(name, module_name=None):
     """benchmarks/name.py. It may import those that are loaded before it."""
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(module_name or name, BENCHMARKS / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -25,6 +25,7 @@ grouped_cases = load("grouped_cases")
 grouped_matmul = load("grouped_matmul")
 moe_layer = load("moe_layer")
 recipes = load("recipes")
+fsdp_gather = load("fsdp_gather", "gathering")  # an example has its name
 
 
 def test_uneven_sizes_fill_the_rows():
@@ -40,6 +41,13 @@ def test_what_recipes_cost(capsys):
     out = capsys.readouterr().out
     assert all(out.count(f"\n{name} ") == 2 for name in recipes.recipes())
     assert all(f"\n{name} " in out for name in recipes.FORMATS)
+
+
+def test_gathering_a_weight(capsys):
+    fsdp_gather.main(["--tiny", "--rounds", "1", "--devices", "2"])
+    assert capsys.readouterr().out.count("\nquantized and packed ") == 2
+    with pytest.raises(SystemExit, match="one device"):
+        fsdp_gather.main(["--tiny", "--devices", "1"])
 
 
 def test_labels_are_unique():
