@@ -83,10 +83,13 @@ def choose(cuda, otherwise, *, usable: Callable[[mlir.LoweringRuleContext], bool
     return chosen
 
 
-@_choose_p.def_impl
-def _(*arguments, **static):
-    with jax.disable_jit(False):  # which is what leads here, or an eager call
-        return jax.jit(partial(_choose_p.bind, **static))(*arguments)
+def compiled(primitive: core.Primitive, *arguments, **static):
+    """What a primitive does when it is called: where an eager call or jax.disable_jit leads."""
+    with jax.disable_jit(False):
+        return jax.jit(partial(primitive.bind, **static))(*arguments)
+
+
+_choose_p.def_impl(partial(compiled, _choose_p))
 
 
 @_choose_p.def_abstract_eval
@@ -130,17 +133,21 @@ def _choose_batching(arguments, dimensions, *, cuda, otherwise, usable, batched)
 
 
 def _choose_jvp(primals, tangents, *, otherwise, **static):
-    result = _choose_p.bind(*primals, otherwise=otherwise, **static)
+    return _choose_p.bind(*primals, otherwise=otherwise, **static), derivative(otherwise, primals, tangents)
+
+
+def derivative(jaxpr, primals, tangents):
+    """The tangents of what a jaxpr computes, along those that are not zero."""
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     def of_moving(*values):
         arguments = list(primals)
         for i, value in zip(moving, values, strict=True):
             arguments[i] = value
-        return core.jaxpr_as_fun(otherwise)(*arguments)
+        return core.jaxpr_as_fun(jaxpr)(*arguments)
 
     at, along = ([a[i] for i in moving] for a in (primals, tangents))
-    return result, jax.jvp(of_moving, at, along)[1]
+    return jax.jvp(of_moving, at, along)[1]
 
 
 def _choose_dce(used, *more):
@@ -213,8 +220,9 @@ def _local_batching(arguments, dimensions, *, jaxpr):
     return results, [0] * len(results)
 
 
-def _local_dce(used, *more):
-    *_, equation = more
+def kept_whole(used, *more):
+    """For JAX's removal of what nobody needs: all of an equation is needed, or nothing."""
+    *_, equation = more  # jax 0.12 has another argument before it
     if not any(used):
         return [False] * len(equation.invars), None
     return [True] * len(equation.invars), equation
@@ -222,7 +230,7 @@ def _local_dce(used, *more):
 
 mlir.register_lowering(_local_p, _local_lowering)
 batching.primitive_batchers[_local_p] = _local_batching
-partial_eval.dce_rules[_local_p] = _local_dce
+partial_eval.dce_rules[_local_p] = kept_whole
 
 
 # --- undifferentiable ---
@@ -328,10 +336,7 @@ def _native_or(native, otherwise, platforms: tuple[str, ...]):
     return run
 
 
-@_native_p.def_impl
-def _(*arguments, **static):
-    with jax.disable_jit(False):
-        return jax.jit(partial(_native_p.bind, **static))(*arguments)
+_native_p.def_impl(partial(compiled, _native_p))
 
 
 @_native_p.def_abstract_eval
@@ -356,4 +361,4 @@ mlir.register_lowering(_native_p, partial(_native_lowering, None))
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(_native_p, partial(_native_lowering, _platform), platform=_platform)
 batching.primitive_batchers[_native_p] = _native_batching
-partial_eval.dce_rules[_native_p] = _local_dce
+partial_eval.dce_rules[_native_p] = kept_whole

@@ -8,6 +8,7 @@ y = x w are brought to where each device can multiply what it has, and activatio
     columns of the kernel cut by another axis           so are those of y (column parallel)
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -52,18 +53,11 @@ def plan(
     cut_n = tuple(axis for axis in cut_n if axis not in cut_k)
     groups = [experts] * len(groups)  # without any, each device has rows of all groups
     interleaved = gated and len(kernel) - 1 in moved  # gathered columns would be
-    if block is None or interleaved or shape[-1] % (block * _size(cut_n, sizes)):
+    if block is None or interleaved or shape[-1] % (block * math.prod(sizes[axis] for axis in cut_n)):
         cut_n = ()
     after = (*groups, cut_k, cut_n)
     before = tuple(axes + moved.get(dim, ()) for dim, axes in enumerate(after))
     return Plan(x, before, Placement(Part(x, experts), Part(after), tuple(gathers), gated))
-
-
-def _size(axes: Axes, sizes: Mapping[str, int]) -> int:
-    total = 1
-    for axis in axes:
-        total *= sizes[axis]
-    return total
 
 
 # --- the mesh around a call ---
@@ -73,7 +67,7 @@ def cut(op: str, operands: Mapping[str, Any], specs: Mapping[str, PartitionSpec]
     """How each operand is cut by axes of the mesh that no shard_map has taken: as `specs` or, for Explicit axes, its
     type says. None where nothing is; the call is then of one device, or its specs are of the shard_map around it."""
     mesh = jax.sharding.get_abstract_mesh()
-    free = {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+    free = _free(mesh)
     if not free:
         return None
     kinds = {kind for name, kind in free.items() if mesh.shape[name] > 1}
@@ -130,11 +124,14 @@ def _shown(dims: Dims) -> str:
     return str(spec_of(dims))
 
 
+def _free(mesh) -> dict[str, AxisType]:
+    """The axes that no shard_map has taken, and their kinds."""
+    return {name: kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
+
+
 def over_mesh(function: Callable, in_specs: tuple[Any, ...], out_specs: Any, *operands: Any) -> Any:
     """function of each device's part of the operands: a shard_map over all axes that none has taken."""
-    mesh = jax.sharding.get_abstract_mesh()
-    free = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual}
-
+    free = set(_free(jax.sharding.get_abstract_mesh()))
     operands = brought(in_specs, operands)
     # jitted: eager, a shard_map refuses rules with symbolic zeros
     return jax.jit(jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=free))(*operands)

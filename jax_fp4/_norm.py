@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32
 from jax_fp4._arguments import check_float
 from jax_fp4._errors import message
 from jax_fp4._placement import Axes, Specs, alike, by_dimension
+from jax_fp4._products import along_last
 from jax_fp4._recipe import check_choice
 from jax_fp4._rules import is_kept, keep, primals
 
@@ -136,7 +137,7 @@ def _forward(x, scale, bias, static: Static):
     mean, rstd = _statistics(x.astype(jnp.float32), static)
     y = _centered(x, mean) * (rstd * _gain(scale, static, x.ndim))
     if bias is not None:
-        y += _along_last(bias, x.ndim)
+        y += along_last(bias.astype(jnp.float32), x.ndim)
     return y.astype(x.dtype), mean, rstd
 
 
@@ -154,14 +155,9 @@ def _centered(x, mean) -> Float32[Array, "*m k"]:
     return x if mean is None else x - mean
 
 
-def _along_last(values, ndim: int) -> Float32[Array, "*ones k"]:
-    """As many dimensions as x has: rank promotion may be forbidden."""
-    return values.astype(jnp.float32).reshape((1,) * (ndim - 1) + values.shape)
-
-
 def _gain(scale, static: Static, ndim: int) -> Float32[Array, "*ones k"]:
     """What multiplies."""
-    gain = _along_last(scale, ndim)
+    gain = along_last(scale.astype(jnp.float32), ndim)
     return 1 + gain if static.zero_centered_scale else gain
 
 

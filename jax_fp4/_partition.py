@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstr
 
 from jax_fp4 import _record
 from jax_fp4._errors import UnsupportedError, is_strict, message, strict
-from jax_fp4._lowering import NO_MESH, is_partitioned, lowered
+from jax_fp4._lowering import NO_MESH, compiled, derivative, is_partitioned, kept_whole, lowered
 from jax_fp4._placement import Axes
 
 Names = tuple[str | None, ...]  # of the dimensions of an array; one without a name is never cut
@@ -143,10 +143,7 @@ def _needs_devices():
 _NEEDS_DEVICES = _needs_devices()
 
 
-@_partitioned_p.def_impl
-def _(*arguments, **static):
-    with jax.disable_jit(False):  # which is what leads here, or an eager call
-        return jax.jit(partial(_partitioned_p.bind, **static))(*arguments)
+_partitioned_p.def_impl(partial(compiled, _partitioned_p))
 
 
 @_partitioned_p.def_abstract_eval
@@ -185,23 +182,7 @@ def _mapped_plan(plan, name: str, size: int, axes, operands: list[Cut], results:
 
 
 def _jvp(primals, tangents, *, jaxpr, **static):
-    results = _partitioned_p.bind(*primals, jaxpr=jaxpr, **static)
-    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-
-    def of_moving(*values):
-        arguments = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            arguments[i] = value
-        return core.jaxpr_as_fun(jaxpr)(*arguments)
-
-    return results, jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
-
-
-def _dce(used, *more):
-    *_, equation = more  # jax 0.12 has another argument before it
-    if not any(used):
-        return [False] * len(equation.invars), None
-    return [True] * len(equation.invars), equation
+    return _partitioned_p.bind(*primals, jaxpr=jaxpr, **static), derivative(jaxpr, primals, tangents)
 
 
 def _lowering(context, *arguments, jaxpr, rule: Rule, strict, devices):
@@ -226,7 +207,7 @@ def _name_calls(results, name: str) -> None:
 mlir.register_lowering(_partitioned_p, _lowering)
 batching.primitive_batchers[_partitioned_p] = _batching
 ad.primitive_jvps[_partitioned_p] = _jvp
-partial_eval.dce_rules[_partitioned_p] = _dce
+partial_eval.dce_rules[_partitioned_p] = kept_whole
 
 
 # --- what XLA is told ---
