@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from jax_fp4 import _record
 from jax_fp4._array import QuantizedTensor
-from jax_fp4._errors import message
+from jax_fp4._errors import UnsupportedError, is_strict, message
 from jax_fp4._ops import quantize
 from jax_fp4._placement import Axes, Placement, WeightGather, size_of
 from jax_fp4._recipe import Recipe, Scaling, scaling_of
@@ -130,6 +130,11 @@ def check_payload(
             fix = "shards that end on blocks" + ("" if frozen else ", or payload='high_precision'")
             why = f"the {product} product quantizes {reason}"
             raise ValueError(message(op, f"{name}.payload", shown, "shards of whole blocks", why, fix))
+        if reason and gather.payload is None and is_strict():
+            shown, needs = f"None for a shard of {shape}", "shards of whole blocks"
+            why = f"the {product} product quantizes {reason}, and strict() forbids a gather in high precision"
+            fix = "shards that end on blocks, or payload='high_precision'"
+            raise UnsupportedError(message(op, f"{name}.payload", shown, needs, why, fix))
         packed = frozen or (gather.payload != "high_precision" and not reason)
         payload = "quantized" if packed else "high_precision"
         _record.record(_record.GatherEvent(_record.path(), op, product, shape, payload, reason))

@@ -94,8 +94,8 @@ class WeightGather:
     axis_name: the axis, or axes major first, of the shard_map around the call. dim: of the kernel, which they cut.
     payload: what is moved. "quantized": each shard is quantized, under the amax of all, and packed bytes are gathered:
         the bits of a gather that is quantized afterwards, where shards end on blocks (of 16, or of the format; of tiles
-        where weights have them). "high_precision": the compute dtype. None: "quantized" where that is so; the report
-        says which.
+        where weights have them). "high_precision": the compute dtype. None: "quantized" where that is so, else, unless
+        strict() forbids it, "high_precision"; the report says which.
     reduce_dtype: in what the weight gradient is summed over the devices, the transpose of `jax.lax.all_gather`; None:
         the kernel's dtype.
 

@@ -26,6 +26,7 @@ grouped_matmul = load("grouped_matmul")
 moe_layer = load("moe_layer")
 recipes = load("recipes")
 fsdp_gather = load("fsdp_gather", "gathering")  # an example has its name
+fsdp_step = load("fsdp_step")
 
 
 def test_uneven_sizes_fill_the_rows():
@@ -48,6 +49,24 @@ def test_gathering_a_weight(capsys):
     assert capsys.readouterr().out.count("\nquantized and packed ") == 2
     with pytest.raises(SystemExit, match="one device"):
         fsdp_gather.main(["--tiny", "--devices", "1"])
+
+
+def test_a_step_of_fsdp(capsys):
+    fsdp_step.main(["--tiny", "--rounds", "1", "--devices", "2"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(tuple(fsdp_step.RECIPES))]
+    assert [row[0] for row in rows] == list(fsdp_step.RECIPES)
+    packed, unpacked = (float(next(row[-2] for row in rows if row[0] == name)) for name in ("dequant", "bfloat16"))
+    assert 0 < packed < 0.4 * unpacked
+    with pytest.raises(SystemExit, match="one device"):
+        fsdp_step.main(["--tiny", "--devices", "1"])
+
+
+def test_bytes_of_all_gathers():
+    hlo = """
+      %a = u8[4,64]{1,0} all-gather(%x), channel_id=1
+      %b = ((u8[2,64]{1,0}, bf16[2,8]{1,0}), (u8[4,64]{1,0}, bf16[4,8]{1,0})) all-gather-start(%y, %z), channel_id=2
+      %c = f32[100] all-reduce(%w)"""
+    assert fsdp_step.gathered(hlo) == 256 + 256 + 64
 
 
 def test_labels_are_unique():

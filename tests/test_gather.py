@@ -903,6 +903,10 @@ def test_a_shard_that_ends_inside_a_block():
     close(grads, want_grads)
     says = r"^dense: gather.payload is 'quantized' for a shard of \(24, 192\); .*blocks of 16.* Try .*high_precision"
     refused(lambda: jax.eval_shape(*shard_of_24("quantized")[1:], {}), ValueError, says)
+    says = r"^dense: gather.payload is None for a shard of \(24, 192\); .*blocks of 16, and strict\(\) forbids"
+    with fp4.strict():
+        refused(lambda: jax.eval_shape(*shard_of_24(None)[1:], {}), fp4.UnsupportedError, says)
+        jax.eval_shape(*shard_of_24("high_precision")[1:], {})
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
