@@ -3,7 +3,9 @@
 Neither Flax nor CUDA is needed to import this; `from jax_fp4 import linen, nnx` for the layers.
 """
 
+from jax_fp4 import checkpoints as checkpoints
 from jax_fp4 import delayed as delayed
+from jax_fp4 import export as export
 from jax_fp4._activations import Activation as Activation
 from jax_fp4._array import QuantizedTensor as QuantizedTensor
 from jax_fp4._choosing import Rules as Rules

@@ -19,11 +19,12 @@ import math
 from typing import Any, no_type_check
 
 import flax.linen as nn
+import flax.serialization
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 
-from jax_fp4 import _dot_general, _record, delayed
+from jax_fp4 import _dot_general, _record, checkpoints, delayed
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._choosing import Rules, autocast, resolve
 from jax_fp4._dot_general import check_layer, increasing, layer_product, layer_recipe
@@ -38,6 +39,8 @@ from jax_fp4._placement import Specs
 from jax_fp4._recipe import HIGH_PRECISION, DelayedScaling, Recipe, RecipeChoice, check_recipe, draws
 
 STATES = "fp4_state"
+
+checkpoints.register_with(flax.serialization)
 
 # Flax's own code. Without Flax's wrapper: ours runs already, a second one would capture intermediates twice.
 _flax_dense = inspect.unwrap(nn.Dense.__call__)

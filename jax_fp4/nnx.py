@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, no_type_check
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.nn.dtypes import canonicalize_dtype, promote_dtype
 
-from jax_fp4 import _record, delayed
+from jax_fp4 import _record, checkpoints, delayed
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._choosing import Rules, resolve
 from jax_fp4._dot_general import check_layer, layer_product, layer_recipe
@@ -33,6 +34,8 @@ from jax_fp4._moe import MoESpecs, drawing_recipe, expert_init, layer_moe
 from jax_fp4._norm import has_norm_bias, norm_settings, scale_init_of
 from jax_fp4._placement import Specs
 from jax_fp4._recipe import HIGH_PRECISION, DelayedScaling, Recipe, RecipeChoice, check_recipe, draws
+
+checkpoints.register_with(flax.serialization)
 
 
 class DelayedState(nnx.Variable):

@@ -23,7 +23,7 @@ RANKS = {
         4: "_choosing reference reference_fp8 _ffi _ragged _partition_rules",
         5: "_arguments",
         6: "_float8 _rules delayed _hopper _blackwell _operands",
-        7: "_ops",
+        7: "_ops checkpoints _export_layout",
         8: "_forms",
         9: "_products",
         10: "_gather",

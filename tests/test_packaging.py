@@ -29,7 +29,7 @@ def test_version_is_one():
 
 
 def test_extras_are_those_promised():
-    assert set(PROJECT["project"]["optional-dependencies"]) == {"examples", "test", "dev", "nvcc"}
+    assert set(PROJECT["project"]["optional-dependencies"]) == {"examples", "export", "test", "dev", "nvcc"}
 
 
 def test_handlers_are_built_with_the_oldest_supported_jaxlib():
@@ -49,7 +49,8 @@ def test_linters_are_pinned():
 def test_import_needs_neither_flax_nor_cuda():
     loaded = run_python("import sys, jax_fp4; print(*sys.modules)").split()
     assert "jax_fp4" in loaded
-    assert [name for name in loaded if name.split(".")[0] in {"flax", "optax", "nvidia", "jax_cuda12_plugin"}] == []
+    optional = {"flax", "optax", "orbax", "safetensors", "nvidia", "jax_cuda12_plugin"}
+    assert [name for name in loaded if name.split(".")[0] in optional] == []
     assert "jax_fp4._cuda" not in loaded
 
 
