@@ -55,7 +55,7 @@ _SR = 0x7372  # "sr", folded into the key of a default stream
 
 
 @dataclass(frozen=True)
-class Place:
+class _Place:
     """Where `quantize_model` found a layer, and the rule that gave it its recipe. Only the report reads it.
 
     All places are equal: calls of one jitted function on several blocks share a trace, whatever their paths.
@@ -99,7 +99,7 @@ class Linear(nnx.Linear):
     is called, for a recipe that comes from autocast), and what `jax_fp4.dense` raises.
     """
 
-    place: Place | None = None
+    place: _Place | None = None
     state: Any = None
 
     @no_type_check  # a wrong recipe is for check_layer to refuse, in the tests too
@@ -126,7 +126,7 @@ class LinearGeneral(nnx.LinearGeneral):
     increasing order.
     """
 
-    place: Place | None = None
+    place: _Place | None = None
     state: Any = None
 
     @no_type_check
@@ -160,7 +160,7 @@ class GroupedLinear(nnx.Module):
     `grouped_dense` raises.
     """
 
-    place: Place | None = None
+    place: _Place | None = None
     state: Any = None
 
     def __init__(
@@ -214,7 +214,7 @@ class LayerNormLinear(nnx.Module):
     `Linear`. Raises TypeError for a wrong recipe when the layer is made, and what `layernorm_dense` raises.
     """
 
-    place: Place | None = None
+    place: _Place | None = None
     state: Any = None
 
     def __init__(
@@ -271,7 +271,7 @@ class LayerNormMLP(nnx.Module):
     in `LayerNormLinear`. Raises TypeError for a wrong recipe when the layer is made, and what `layernorm_mlp` raises.
     """
 
-    place: Place | None = None
+    place: _Place | None = None
     state_in: Any = None
     state_out: Any = None
 
@@ -353,7 +353,7 @@ class MoE(nnx.Module):
     when the layer is made, and what `jax_fp4.moe` raises.
     """
 
-    place: Place | None = None
+    place: _Place | None = None
     state_in: Any = None
     state_out: Any = None
 
@@ -513,11 +513,11 @@ def _refuse_unmatched(op: str, rules: Rules, paths: list[str]) -> None:
         raise ValueError(message(op, "rules", f"with {unmatched[0]!r}, which matches nothing", needs, why, fix))
 
 
-def _place(op: str, layer: Any, paths: list[str], rules: Rules) -> Place:
+def _place(op: str, layer: Any, paths: list[str], rules: Rules) -> _Place:
     """What the rules say of a layer, and that it can be done."""
     matches = [(path, rule) for path in paths if (rule := rules.match(path))]
     if not matches:
-        return Place(paths[0], None)
+        return _Place(paths[0], None)
     path, rule = matches[0]
     for other, contrary in matches:
         if contrary[1] != rule[1]:
@@ -529,10 +529,10 @@ def _place(op: str, layer: Any, paths: list[str], rules: Rules) -> Place:
         shown, needs = f"a {type(layer).__name__}, a subclass", "flax.nnx.Linear or LinearGeneral itself"
         fix = "a rule with HIGH_PRECISION before the others, or a subclass of jax_fp4.nnx's layer"
         raise UnsupportedError(message(op, f"the layer at {path!r}", shown, needs, "its own code would be lost", fix))
-    return Place(path, rule)
+    return _Place(path, rule)
 
 
-def _install(layer: Any, place: Place, rngs: nnx.Rngs | None) -> None:
+def _install(layer: Any, place: _Place, rngs: nnx.Rngs | None) -> None:
     if type(layer) in _REPLACEMENTS:
         # The object stays: whoever refers to it, a second path or an attribute that is no module, sees the new layer.
         layer.__class__ = _REPLACEMENTS[type(layer)]

@@ -1,6 +1,5 @@
 """The examples run, at sizes that take seconds, and the byte models they are compared with are right."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -256,20 +255,6 @@ def test_residual_bytes_leave_parameters_out():
     kept = train_lm.residual_bytes(model, params, text)
     x = 2 * 8 * 256 * 4
     assert x <= kept < 256 * 256 * 4
-
-
-def test_the_readme_does_what_it_shows(capsys):
-    """Its Python blocks run in order, and the error it quotes is the one raised."""
-    readme = (EXAMPLES.parent / "README.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    assert len(blocks) == 10
-    names = {}
-    for block in blocks:
-        exec(block, names)
-    assert "backward_mode=dequant" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="kernel is of shape") as error:
-        fp4.dense(names["x"], names["w"][:100], recipe=names["recipe"])
-    assert str(error.value) in readme
 
 
 @pytest.mark.core
