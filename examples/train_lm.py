@@ -6,6 +6,7 @@
     python examples/train_lm.py --experts 1                              dense: as many active parameters a token
     python examples/train_lm.py --rules rules.txt                        a recipe for each layer, by its path
     python examples/train_lm.py --compare                                bfloat16, NVFP4 in three modes, and a mix
+    python examples/train_lm.py --diagnostics                            how well each quantized product does
 
 The text is Python's own help (`pydoc_data.topics`), so nothing is downloaded. What makes this an NVFP4 training is the
 class of the layers and their `recipe`; parameters, optimizer and train step are those of any Flax model. A file of
@@ -33,6 +34,7 @@ from tqdm import tqdm
 
 import byte_models
 import jax_fp4 as fp4
+from jax_fp4 import diagnostics
 from jax_fp4 import linen as fp4_linen
 
 MODES = ("default", "unquant", "dequant")
@@ -229,6 +231,42 @@ def residual_bytes(model: LanguageModel, variables: Any, text: np.ndarray) -> in
     return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
 
+class Watch:
+    """Ten times in a training: how each quantized product does, beside itself in high precision. A program of its own,
+    the gradient once more; the step stays as it is."""
+
+    def __init__(self, name: str, model: LanguageModel, args: argparse.Namespace):
+        self.name, self.every, self.history = name, max(1, (args.steps - 1) // 9), []
+        key = jax.random.key(args.seed)
+
+        def gradient(state: State, text: jax.Array):
+            return jax.grad(lambda params: loss_of(model, params | state.scaling, text, key)[0])(state.params)
+
+        collected = diagnostics.collect(gradient)
+        self.look = jax.jit(lambda state, text: collected(state, text)[1])  # XLA drops what is not returned
+
+    def __call__(self, step: int, state: State, text: np.ndarray) -> float:
+        """The seconds that it took."""
+        begin = time.perf_counter()
+        if step % self.every == 0:
+            self.history.append((step, jax.block_until_ready(self.look(state, text))))
+        return time.perf_counter() - begin
+
+    def save(self, folder: Path, alone: bool) -> None:
+        if not self.history[-1][1]:
+            print(f"\n{self.name}: no layer is quantized, no diagnostics")
+            return
+        step, last = self.history[-1]
+        print(f"\n{self.name}, step {step}: SNR in dB, cosines, saturated and flushed\n{diagnostics.table(last)}")
+        path = folder / ("diagnostics" if alone else f"diagnostics {self.name}".replace(" ", "-"))
+        path.with_suffix(".csv").unlink(missing_ok=True)
+        writer = diagnostics.CSVWriter(path.with_suffix(".csv"))
+        for step, layers in self.history:
+            diagnostics.write(layers, step, writer)
+        diagnostics.plot(self.history, path.with_suffix(".png"), self.name)
+        print(f"diagnostics: {path}.png, {path}.csv")
+
+
 class Result(NamedTuple):
     name: str
     losses: np.ndarray  # of each step
@@ -247,10 +285,13 @@ def train(name: str, recipe: Any, text: byte_models.Text, args: argparse.Namespa
     kept = residual_bytes(model, variables, next(batches(text.train, args)))
 
     step = make_step(model, optimizer, args.seed)
+    watch = Watch(name, model, args) if args.diagnostics else None
     losses, start = [], 0.0
     every = 0.5 if sys.stderr.isatty() else 15.0  # seconds between two lines: a log file wants few
     with tqdm(batches(text.train, args), name, args.steps, mininterval=every, dynamic_ncols=True) as bar:
         for i, batch in enumerate(bar):
+            if watch:
+                start += watch(i, state, batch)  # not part of a step
             state, loss = step(state, batch)
             losses.append(loss)
             if i % 10 == 0:
@@ -260,6 +301,8 @@ def train(name: str, recipe: Any, text: byte_models.Text, args: argparse.Namespa
                 bar.set_postfix_str(f"loss {shown:.3f}, {rate / 1e3:.1f}k tokens/s", refresh=False)
     losses = np.asarray(jnp.stack(losses))
     ms = 1e3 * (time.perf_counter() - start) / max(1, args.steps - 1)
+    if watch:
+        watch.save(args.out, alone=not args.compare)
     held_out = held_out_loss(model, state.params | state.scaling, text.held_out, args)
     return Result(name, losses, held_out, kept, ms, time.perf_counter() - begin)
 
@@ -356,6 +399,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="train bfloat16, all NVFP4 modes and mixed on the same batches from the same seed",
     )
+    add(
+        "--diagnostics",
+        action="store_true",
+        help="collect SNR, cosines and saturation of each layer ten times, and save diagnostics.png and .csv",
+    )
     add("--steps", type=positive, default=150, help="optimizer steps")
     add("--layers", type=positive, default=2, help="decoder layers")
     add("--width", type=positive, default=256, help="width of the residual stream")
@@ -366,7 +414,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--context", type=positive, default=128, help="bytes a sequence")
     add("--learning-rate", type=float, default=1.5e-3, help="peak, after the warm-up")
     add("--seed", type=int, default=0, help="of parameters, batches and stochastic rounding")
-    add("--out", type=Path, default=Path("out"), help="folder for loss.png")
+    add("--out", type=Path, default=Path("out"), help="folder for loss.png, and for diagnostics.png and .csv")
     args = parser.parse_args(arguments)
 
     if args.compare and args.backward_mode:

@@ -5,6 +5,7 @@ Neither Flax nor CUDA is needed to import this; `from jax_fp4 import linen, nnx`
 
 from jax_fp4 import checkpoints as checkpoints
 from jax_fp4 import delayed as delayed
+from jax_fp4 import diagnostics as diagnostics
 from jax_fp4 import export as export
 from jax_fp4._activations import Activation as Activation
 from jax_fp4._array import QuantizedTensor as QuantizedTensor

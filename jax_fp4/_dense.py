@@ -12,7 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_fp4 import _modes, _record
+from jax_fp4 import _modes, _observe, _record, _watched
 from jax_fp4._arguments import check_float, check_quantized, float_dtype, key_words, refuse_padding
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._choosing import chosen_by, resolve
@@ -37,6 +37,7 @@ from jax_fp4._placement import (
 from jax_fp4._products import along_last, matmul, of_rows, sum_of_groups
 from jax_fp4._recipe import DelayedScaling, Operand, Product, Recipe, RecipeChoice, draws, scaling_of
 from jax_fp4._rules import is_kept, is_perturbed, keep, primals, refuse_perturbed
+from jax_fp4._watched import Watch
 from jax_fp4.delayed import State, check_state, is_used_again, merged_over, observed, refuse_used_again
 
 
@@ -52,6 +53,7 @@ class Static(NamedTuple):
     used_again: bool = False  # whether the delayed-scaling state was given to an earlier call too
     placement: Placement = LOCAL
     state_over: Axes = ()  # mesh axes along which devices share the state
+    site: str | None = None  # the name of the call, while diagnostics are collected
 
 
 def dense(
@@ -239,7 +241,7 @@ def placed(
     dtypes = x.dtype, jnp.dtype(jnp.float32) if axes else y_dtype, kernel_dtype(kernel)
     over = tuple(sorted(varying(x) - varying(state)))
     bias_dtype = None if bias is None else bias.dtype
-    static = Static(op, recipe, *dtypes, bias_dtype, used_again, placement, over)
+    static = Static(op, recipe, *dtypes, bias_dtype, used_again, placement, over, _observe.site(op, recipe))
     arguments = x, kernel, bias, seed, group_sizes, state, static
     _record.record(event._replace(cost=cost_of(*arguments) if recipe is not None else None))
     y: Any = affine(*arguments)
@@ -272,7 +274,8 @@ def affine(
     `grouped_dense`."""
     scales, none = scales_of(state), Needs(False, False)
     planes = _modes.operands(x, kernel, static.recipe, none, group_sizes, scales=scales, placement=static.placement)
-    return _modes.multiply(*planes, static.y_dtype, group_sizes, compute=static.dtype, bias=bias)
+    watch = Watch.of(static.site, x, kernel, static.placement)
+    return _watched.multiply(watch, *planes, static.y_dtype, group_sizes, compute=static.dtype, bias=bias)
 
 
 def _affine_fwd(x: Any, kernel: Any, bias, seed, group_sizes, state, static: Static):
@@ -290,9 +293,10 @@ def _affine_fwd(x: Any, kernel: Any, bias, seed, group_sizes, state, static: Sta
         _modes.require_along_n(static.op, "kernel", kernel, recipe)
     scales, placement = scales_of(state), static.placement
     qx, qw = _modes.operands(x, kernel, recipe, needs, group_sizes, scales=scales, placement=placement)
-    y = _modes.multiply(qx, qw, static.y_dtype, group_sizes, compute=static.dtype, bias=bias)
+    watch = Watch.of(static.site, x, kernel, placement)
+    y = _watched.multiply(watch, qx, qw, static.y_dtype, group_sizes, compute=static.dtype, bias=bias)
     seen = seen_forward(state, recipe, qx.forward, None if is_frozen(kernel) else qw.forward)
-    kept = _modes.residuals(x, kernel, seed, qx, qw, recipe, needs, group_sizes, placement)
+    kept = _watched.residuals(static.site, x, kernel, seed, qx, qw, recipe, needs, group_sizes, placement)
     return y, (kept, group_sizes, (keep_state(seen, wanted), scales))
 
 
@@ -303,7 +307,7 @@ def _affine_bwd(static: Static, residuals: tuple[Residuals, Any, Any], dy):
     dtypes = static.dtype, static.kernel_dtype
     # y may be wider than the compute dtype
     narrow, where = dy.astype(static.dtype), (scales, static.placement)
-    dx, dw, amax = _modes.gradients(narrow, kept, static.recipe, dtypes, group_sizes, *where)
+    dx, dw, amax = _watched.gradients(static.site, narrow, kept, static.recipe, dtypes, group_sizes, *where)
     db = None
     if static.bias_dtype is not None:
         db = sum_of_groups(dy, group_sizes).astype(static.bias_dtype)

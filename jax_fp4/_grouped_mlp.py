@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_fp4 import _groups, _modes, _record
+from jax_fp4 import _groups, _modes, _observe, _record, _watched
 from jax_fp4._activations import Activation, activation_of
 from jax_fp4._arguments import check_float, check_group_sizes, key_words
 from jax_fp4._choosing import chosen_by, resolve
@@ -50,6 +50,7 @@ from jax_fp4._placement import LOCAL, Axes, Placement, Specs, WeightGather, alik
 from jax_fp4._products import dots_with_groups, sum_of_groups
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, mode_of
 from jax_fp4._rules import is_kept, is_perturbed, keep, primals, refuse_perturbed
+from jax_fp4._watched import Watch
 from jax_fp4.delayed import State, check_state, is_used_again, refuse_used_again
 
 States = tuple[State | None, State | None]
@@ -79,6 +80,7 @@ class Static(NamedTuple):
     used_again: bool  # whether a delayed-scaling state was given to an earlier call too
     placements: tuple[Placement, Placement] = (LOCAL, LOCAL)
     states_over: tuple[Axes, Axes] = ((), ())  # mesh axes along which devices share the states
+    sites: tuple[str | None, str | None] = (None, None)  # the names of the products, while diagnostics are collected
 
 
 class Kept(NamedTuple):
@@ -329,7 +331,8 @@ def _placed(
     arguments, seeds, group_sizes = alike(arguments, seeds, group_sizes)
     dtypes = tuple(None if a is None else kernel_dtype(a) for a in arguments)
     over: Any = tuple(tuple(sorted(varying(arguments) - varying(one))) for one in states)
-    static = Static(op, recipes, activation, arguments.x.dtype, dtypes, used_again, placements, over)
+    sites: Any = tuple(map(_observe.site, (op, op), recipes, ("w_in", "w_out")))
+    static = Static(op, recipes, activation, arguments.x.dtype, dtypes, used_again, placements, over, sites)
     cost = _cost_of(arguments, seeds, group_sizes, states, static)
     for event, whole in zip(events, (cost, None), strict=True):
         _record.record(event._replace(cost=whole))
@@ -458,11 +461,12 @@ def _forward(arguments: Arguments, seeds, group_sizes, states, static: Static, n
     seed, out_seed = (None, None) if seeds is None else seeds
     if probs is not None:  # those of the tail may be NaN
         probs = jnp.where(_groups.group_of_rows(group_sizes, x.shape[0]) < group_sizes.shape[0], probs, 0)
-    (state, out_state), (place_in, place_out) = states, static.placements
+    (state, out_state), (place_in, place_out), (site, out_site) = states, static.placements, static.sites
     qx, qw = _modes.operands(x, w_in, recipe, needs_in, group_sizes, scales=scales_of(state), placement=place_in)
     state = seen_forward(state, recipe, qx.forward, None if is_frozen(w_in) else qw.forward)
-    h = _modes.multiply(qx, qw, dtype, group_sizes, compute=dtype, bias=b_in)  # [m,h] = [m,k] @ [g,k,h]
-    first = _modes.residuals(x, w_in, seed, qx, qw, recipe, needs_in, group_sizes, place_in)
+    watch = Watch.of(site, x, w_in, place_in)
+    h = _watched.multiply(watch, qx, qw, dtype, group_sizes, compute=dtype, bias=b_in)  # [m,h] = [m,k] @ [g,k,h]
+    first = _watched.residuals(site, x, w_in, seed, qx, qw, recipe, needs_in, group_sizes, place_in)
 
     a = _weighted(static.activation(h.astype(jnp.float32)), probs).astype(dtype)
     # Where it is quantized, CUDA makes it of h in the same call; no mode keeps it, so nothing outside reads it there.
@@ -471,8 +475,9 @@ def _forward(arguments: Arguments, seeds, group_sizes, states, static: Static, n
     out_state = seen_forward(out_state, out_recipe, qa.forward, None if is_frozen(w_out) else qw.forward)
     weights = None if probs is None or b_out is None else probs.astype(jnp.float32)
     y_dtype = jnp.float32 if place_out.contracted else dtype  # of a partial sum
-    y = _modes.multiply(qa, qw, y_dtype, group_sizes, compute=dtype, bias=b_out, bias_weights=weights)
-    second = _modes.residuals(a, w_out, out_seed, qa, qw, out_recipe, needs_out, group_sizes, place_out)
+    watch = Watch.of(out_site, a, w_out, place_out)
+    y = _watched.multiply(watch, qa, qw, y_dtype, group_sizes, compute=dtype, bias=b_out, bias_weights=weights)
+    second = _watched.residuals(out_site, a, w_out, out_seed, qa, qw, out_recipe, needs_out, group_sizes, place_out)
     # unquant's dw_out reads a, which h gives again
     remake = needs_out.kernel and mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT
     if mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT:
@@ -502,7 +507,8 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
     (state, out_state), (scales, out_scales) = kept.states, kept.scales
     (place_in, place_out), (over, out_over) = static.placements, static.states_over
     dy = dy.astype(dtype)
-    da, dw_out, amax = _modes.gradients(dy, second, out_recipe, (dtype, dtypes.w_out), sizes, out_scales, place_out)
+    (site, out_site), out_dtypes = static.sites, (dtype, dtypes.w_out)
+    da, dw_out, amax = _watched.gradients(out_site, dy, second, out_recipe, out_dtypes, sizes, out_scales, place_out)
     out_state = seen_backward(out_state, out_recipe, amax, out_over)
     db_out = None if b_out is None else sum_of_groups(_matrix(_weighted(dy, probs)), sizes).astype(dtypes.b_out)
     if da is None:
@@ -517,7 +523,8 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
             d_probs += dots_with_groups(dy, b_out, sizes)
         d_probs = d_probs.astype(probs.dtype)
     dh = pull(_weighted(da.astype(jnp.float32), probs))[0].astype(dtype)
-    dx, dw_in, amax = _modes.gradients(dh, kept.first, recipe, (dtype, dtypes.w_in), sizes, scales, place_in)
+    in_dtypes = dtype, dtypes.w_in
+    dx, dw_in, amax = _watched.gradients(site, dh, kept.first, recipe, in_dtypes, sizes, scales, place_in)
     db_in = None if dtypes.b_in is None else sum_of_groups(_matrix(dh), sizes).astype(dtypes.b_in)
     states = seen_backward(state, recipe, amax, over), out_state
     return Arguments(dx, dw_in, dw_out, db_in, db_out, d_probs), None, None, states

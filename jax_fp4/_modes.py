@@ -30,6 +30,7 @@ class Residuals(NamedTuple):
     x: Float[Array, "m k"] | QuantizedTensor  # for dw
     kernel: Float[Array, "k n"] | QuantizedTensor  # for dx
     seed: UInt32[Array, "2"]  # of dy's stochastic rounding
+    beside: Any = None  # while diagnostics are collected, what the same product in high precision keeps
 
 
 class Needs(NamedTuple):

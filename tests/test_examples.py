@@ -127,6 +127,18 @@ def test_every_recipe_trains(name, tmp_path):
     assert result.name.startswith(name) and result.losses[-1] < result.losses[0]
 
 
+def test_diagnostics_are_printed_and_saved(tmp_path, capsys):
+    options = ["--diagnostics", "--steps", "3", "--experts", "1", "--out", str(tmp_path)]
+    (watched,) = train_lm.main([*TINY, *options])
+    assert np.isfinite(watched.losses).all()
+    printed = capsys.readouterr().out
+    assert "nvfp4 default, step 2: SNR" in printed and re.search(r"block0/qkv +\d\d\.\d", printed)
+    assert (tmp_path / "diagnostics.png").stat().st_size > 10_000
+    lines = (tmp_path / "diagnostics.csv").read_text().splitlines()
+    assert lines[0] == "step,tag,value" and {line.split(",")[0] for line in lines[1:]} == {"0", "1", "2"}
+    assert any(line.startswith("2,block0/up/dgrad/cosine,0.9") for line in lines)
+
+
 def test_mixed_alone_is_that_of_compare():
     (alone,) = train_lm.runs(train_lm.parse(["--recipe", "mixed"])).items()
     assert alone in train_lm.runs(train_lm.parse(["--compare"])).items()

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "jax_fp4"
 RANKS = {
     rank: names.split()
     for rank, names in {
-        0: "_formats _errors _record",
+        0: "_formats _errors _record _figure",
         1: "_recipe _array _placement _minifloat checkpoint_policies",
         2: "_lowering _meshes",
         3: "_groups _partition",
@@ -24,10 +24,10 @@ RANKS = {
         5: "_arguments",
         6: "_float8 _rules delayed _hopper _blackwell _operands",
         7: "_ops checkpoints _export_layout",
-        8: "_forms",
-        9: "_products",
-        10: "_gather",
-        11: "_modes _activations _norm",
+        8: "_forms _gather _observe",
+        9: "_products _harvest",
+        10: "_modes",
+        11: "_watched _activations _norm",
         12: "_dense",
         13: "_grouped_dense _grouped_mlp _dot_general _layernorm_dense",
         14: "_routing _mlp",

@@ -1,0 +1,165 @@
+"""Runs a jaxpr and takes what its tags saw out of it, from inside of jit, scan, remat, shard_map and derivative rules.
+
+A value inside an inner trace cannot be handed to Python. So a jaxpr is evaluated equation by equation, and whatever
+holds a tag is taken apart: calls are run in place, loops and shard_maps are built again with more results. Whatever
+does not is bound as it is. Branches and while loops, whose records would depend on data, keep theirs: they are named.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.extend.core import primitives
+from jax.sharding import PartitionSpec, Sharding
+
+from jax_fp4._observe import Seen, merged, tag_p
+from jax_fp4._placement import vary
+
+Run = tuple[list[Any], list[Seen]]  # the results, and what the tags saw, in the order of the program
+
+_CALLS = (
+    primitives.jit_p,
+    primitives.remat_p,
+    primitives.call_p,
+    primitives.closed_call_p,
+    primitives.custom_jvp_call_p,
+    primitives.custom_vjp_call_p,
+)
+
+
+def run(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], again: bool = False) -> Run:
+    """again: the jaxpr repeats a forward that ran before, for its backward, and what it sees of that is known."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+    seen: list[Seen] = []
+
+    def read(atom):
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        results, more = _equation(jaxpr, equation, [read(atom) for atom in equation.invars], again)
+        values.update(zip(equation.outvars, results, strict=True))
+        seen += more
+    return [read(atom) for atom in jaxpr.outvars], seen
+
+
+def _equation(jaxpr: core.Jaxpr, equation, operands: list[Any], again: bool) -> Run:
+    primitive, params = equation.primitive, equation.params
+    if primitive is tag_p:
+        count = params["count"]
+        seen = jax.tree.unflatten(params["tree"], operands[count:])
+        return operands[:count], [] if again and seen.phase == "forward" else [seen]
+    if next(tags_in(equation), None) is not None:
+        with equation.ctx.manager:
+            if primitive in _CALLS:
+                return _call(equation, operands, again)
+            if primitive is primitives.scan_p:
+                return _scan(equation, operands, again)
+            if primitive.name == "shard_map":
+                return _shard_map(equation, operands, again)
+    # As a program of its own, which JAX knows how to run, whatever an equation has to be told.
+    given = {v: a for v, a in zip(equation.invars, operands, strict=True) if not isinstance(v, core.Literal)}
+    one = jaxpr.replace(constvars=[], invars=list(given), outvars=equation.outvars, eqns=[equation])
+    return core.jaxpr_as_fun(core.ClosedJaxpr(one, []))(*given.values()), []
+
+
+def tags_in(equation) -> Iterator[str]:
+    """The sites of all tags inside an equation."""
+    for jaxpr in _jaxprs(equation.params):
+        for inner in jaxpr.eqns:
+            if inner.primitive is tag_p:
+                yield _site(inner)
+            yield from tags_in(inner)
+
+
+def kept_inside(jaxpr: core.Jaxpr) -> Iterator[tuple[str, str]]:
+    """(site, primitive) of all tags that `run` cannot reach."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if equation.primitive in (*_CALLS, primitives.scan_p) or name == "shard_map":
+            for inner in _jaxprs(equation.params):
+                yield from kept_inside(inner)
+        else:
+            yield from ((site, name) for site in tags_in(equation))
+
+
+def _site(equation) -> str:
+    return jax.tree.unflatten(equation.params["tree"], [None] * equation.params["tree"].num_leaves).site
+
+
+def _jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+    for param in params.values():
+        for part in param if isinstance(param, tuple | list) else (param,):
+            if isinstance(part, core.ClosedJaxpr):
+                yield part.jaxpr
+            elif isinstance(part, core.Jaxpr):
+                yield part
+
+
+def _opened(params: dict[str, Any], name: str) -> tuple[core.Jaxpr, Sequence[Any]]:
+    jaxpr = params[name]
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
+
+
+def _call(equation, operands: list[Any], again: bool) -> Run:
+    """In place. Shardings that jit was given stay, and remat still forbids to use the first run's values."""
+    params = equation.params
+    name = next(name for name in ("jaxpr", "call_jaxpr") if name in params)
+    if equation.primitive is primitives.remat_p and params["differentiated"]:
+        again = True
+        if params["prevent_cse"] is not False:
+            operands = jax.lax.optimization_barrier(operands)
+    operands = _constrained(operands, params.get("in_shardings"))
+    results, seen = run(*_opened(params, name), operands, again)
+    return _constrained(results, params.get("out_shardings")), seen
+
+
+def _constrained(values: list[Any], shardings) -> list[Any]:
+    pairs = zip(values, shardings or [None] * len(values), strict=True)
+    return [jax.lax.with_sharding_constraint(v, s) if isinstance(s, Sharding) else v for v, s in pairs]
+
+
+def _ndim(atom) -> int:
+    return len(atom.aval.shape)
+
+
+def _scan(equation, operands: list[Any], again: bool) -> Run:
+    """With the records of each step stacked, as other results are."""
+    params = equation.params
+    body, consts = _opened(params, "jaxpr")
+    # What jax 0.10 and 0.12 say differently of operands (constants, carry, xs) and results (carry, ys): xs and ys have
+    # one dimension more outside.
+    carried = sum(_ndim(o) == _ndim(i) for o, i in zip(equation.outvars, body.outvars, strict=True))
+    scanned = sum(_ndim(o) != _ndim(i) for o, i in zip(equation.invars, body.invars, strict=True))
+    first = len(operands) - scanned - carried
+    fixed, carry, xs = operands[:first], operands[first : first + carried], operands[first + carried :]
+
+    def step(carry, x):
+        results, seen = run(body, consts, [*fixed, *carry, *x], again)
+        return results[:carried], (results[carried:], seen)
+
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, (ys, seen) = jax.lax.scan(step, carry, xs, **how)
+    return [*carry, *ys], seen
+
+
+def _shard_map(equation, operands: list[Any], again: bool) -> Run:
+    """With the records of all devices, added up."""
+    params = equation.params
+    axes = params["newly_manual_axes"]
+
+    def part(*arguments):
+        results, seen = run(*_opened(params, "jaxpr"), arguments, again)
+        return tuple(results), jax.tree.map(lambda leaf: vary(leaf, axes)[None], seen)
+
+    over = PartitionSpec(tuple(axis for axis in params["mesh"].axis_names if axis in axes))
+    results, seen = jax.shard_map(
+        part,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=(tuple(params["out_specs"]), over),
+        axis_names=axes,
+        check_vma=params["check_vma"],
+    )(*operands)
+    return list(results), [dataclasses.replace(one, record=merged(one.record)) for one in seen]
