@@ -3,6 +3,7 @@
 Neither Flax nor CUDA is needed to import this; `from jax_fp4 import linen, nnx` for the layers.
 """
 
+from jax_fp4 import checkpoint_policies as checkpoint_policies
 from jax_fp4 import checkpoints as checkpoints
 from jax_fp4 import delayed as delayed
 from jax_fp4 import diagnostics as diagnostics
@@ -19,6 +20,7 @@ from jax_fp4._errors import strict as strict
 from jax_fp4._exchange import exchange_tokens as exchange_tokens
 from jax_fp4._exchange import exchange_weights as exchange_weights
 from jax_fp4._exchange import return_tokens as return_tokens
+from jax_fp4._ffi import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
 from jax_fp4._grouped_dense import grouped_dense as grouped_dense
 from jax_fp4._grouped_mlp import grouped_mlp as grouped_mlp
 from jax_fp4._layernorm_dense import layernorm_dense as layernorm_dense

@@ -163,10 +163,12 @@ class Tensor:
         ndim, first, below = len(self.batch), jnp.uint32(0), 1
         for i in reversed(range(self.batch_dims, len(self.leading))):
             n, axes = self.leading[i], self.dims[i]
-            at = index_of(axes) * np.uint32(n)
+            at = index_of(axes) * np.uint32(n) if axes else None  # n may be symbolic where it is whole
             if self.entries and i < ndim:
-                at = at + jnp.arange(n, dtype=jnp.uint32).reshape(*[1] * i, n, *[1] * (ndim - 1 - i))
-            first, below = first + at * np.uint32(below), below * n * size_of(axes)
+                rows = jnp.arange(n, dtype=jnp.uint32).reshape(*[1] * i, n, *[1] * (ndim - 1 - i))
+                at = rows if at is None else at + rows
+            first = first if at is None else first + at * np.uint32(below)
+            below *= n * size_of(axes)
         return first
 
     @property

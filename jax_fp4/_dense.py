@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -38,6 +39,7 @@ from jax_fp4._products import along_last, matmul, of_rows, sum_of_groups
 from jax_fp4._recipe import DelayedScaling, Operand, Product, Recipe, RecipeChoice, draws, scaling_of
 from jax_fp4._rules import is_kept, is_perturbed, keep, primals, refuse_perturbed
 from jax_fp4._watched import Watch
+from jax_fp4.checkpoint_policies import PRODUCT
 from jax_fp4.delayed import State, check_state, is_used_again, merged_over, observed, refuse_used_again
 
 
@@ -245,7 +247,7 @@ def placed(
     arguments = x, kernel, bias, seed, group_sizes, state, static
     _record.record(event._replace(cost=cost_of(*arguments) if recipe is not None else None))
     y: Any = affine(*arguments)
-    y = whole_sum(y, axes, *of_sum, y_dtype) if axes else y
+    y = checkpoint_name(whole_sum(y, axes, *of_sum, y_dtype), PRODUCT) if axes else y
     return y.reshape(*leading, y.shape[-1])
 
 

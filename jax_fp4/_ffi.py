@@ -9,11 +9,12 @@ import math
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import DisabledSafetyCheck
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Float32, Int32, UInt8, UInt32
 
 from jax_fp4 import _cpu
@@ -51,6 +52,33 @@ _cuda, cuda_missing = _load_cuda()
 if _cuda is not None:
     for _name, _handler in _cuda.registrations().items():
         jax.ffi.register_ffi_target(_name, _handler, platform="CUDA")
+
+
+# Every target that a program may call, of the CPU or of CUDA, whatever this installation has.
+TARGETS = (
+    "jax_fp4_quantize",
+    "jax_fp4_quantize_transpose",
+    "jax_fp4_activate_quantize",
+    "jax_fp4_activate_quantize_transpose",
+    "jax_fp4_dequantize",
+    "jax_fp4_quantize_float8",
+    "jax_fp4_quantize_transpose_float8",
+    "jax_fp4_dequantize_float8",
+    "jax_fp4_grouped_matmul",
+    "jax_fp4_grouped_matmul_bf16",
+    "jax_fp4_grouped_contraction",
+)
+SCALED_MATMUL = "__op$block_scaled_dot"  # XLA's, to which jax.nn.scaled_matmul is lowered for Blackwell
+EXPORT_DISABLED_CHECKS = tuple(DisabledSafetyCheck.custom_call(target) for target in (*TARGETS, SCALED_MATMUL))
+"""For `jax.export.export(jax.jit(f), disabled_checks=jax_fp4.EXPORT_DISABLED_CHECKS)`, which takes no custom call that
+JAX does not promise to keep.
+
+We keep ours within one version of this package: call a reloaded program where `jax_fp4` of that version is imported.
+`serialize` needs the package flatbuffers. For CUDA a program is lowered as for this installation and its GPUs.
+Rows may be symbolic: grouped layers then cut them into the longest tiles that any number of rows allows, so give it a
+bound (`symbolic_shape("b", constraints=("b >= 256",))`), and their weight gradients are XLA's loops on CUDA too.
+JAX cannot serialize a program over a mesh of Auto axes: use Explicit ones, or shard_map.
+"""
 
 
 def cuda_archs() -> str:
@@ -95,6 +123,8 @@ def _gpus() -> list:
     except RuntimeError:  # no such backend
         return []
 
+
+Extent = Any  # an int, or what jax.export.symbolic_shape gives
 
 _COMPUTE = {"float32": 0, "bfloat16": 1, "float16": 2}
 _FOUR_OVER_SIX = {"": 0, "MAE": 1, "MSE": 2}
@@ -178,7 +208,7 @@ def activate_quantize_transpose(
     return _quantize("jax_fp4_activate_quantize_transpose", x, operands, amaxes, None, group_sizes, q, **more)
 
 
-def dequantize(codes, block_scale, amax, bound: int, extent: int, dtype):
+def dequantize(codes, block_scale, amax, bound: int, extent: Extent, dtype):
     """-> values [*b, r, extent] in the stored orientation; amax None: code times block scale, exact in bfloat16."""
     out = jax.ShapeDtypeStruct((*codes.shape[:-1], extent), dtype)
     operands = codes, block_scale, _operand(amax, codes, jnp.float32)
@@ -280,7 +310,7 @@ def _float8_results(x, q: Float8Quantization, group_sizes):
     )
 
 
-def dequantize_float8(codes, scale, tile: int, extent: int, dtype):
+def dequantize_float8(codes, scale, tile: int, extent: Extent, dtype):
     """-> values [*b, r, extent] in the stored orientation."""
     of_blocks = "mxfp8" if scale.dtype == jnp.float8_e8m0fnu else "float8_block"
     scaling = of_blocks if scale.ndim == codes.ndim else "float8"
@@ -364,7 +394,7 @@ def _product(target: str, out, operands, **attributes):
 COUNTER = 16  # bytes of what thread blocks count in
 
 
-def _scratch(size: int) -> jax.ShapeDtypeStruct:
+def _scratch(size: Extent) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((size,), jnp.uint8)
 
 

@@ -17,6 +17,7 @@ from jax_fp4._errors import UnsupportedError, is_strict, message
 from jax_fp4._ops import quantize
 from jax_fp4._placement import Axes, Placement, WeightGather, size_of
 from jax_fp4._recipe import Recipe, Scaling, scaling_of
+from jax_fp4._rules import named
 
 Shard = Float[Array, "*g k n"]
 
@@ -35,7 +36,7 @@ def quantized_plane(
     """The kernel quantized along `axis`, 0 (k) or -1 (n), whichever way it is moved."""
     flags: dict[str, Any] = dict(axis=axis, batch_dims=shard.ndim - 2, dtype=dtype, scale=scale, **scaling.flags)
     if moves_packed(shard.shape, scaling, axis, placement):
-        plane = quantize(shard, specs=placement.shard(shard.ndim), **flags)
+        plane = named(quantize(shard, specs=placement.shard(shard.ndim), **flags))
         return packed_plane(plane, placement)
     return quantize(gathered(shard, placement, dtype), specs=placement.kernel, **flags)
 

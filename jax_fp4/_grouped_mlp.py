@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -51,6 +52,7 @@ from jax_fp4._products import dots_with_groups, sum_of_groups
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, mode_of
 from jax_fp4._rules import is_kept, is_perturbed, keep, primals, refuse_perturbed
 from jax_fp4._watched import Watch
+from jax_fp4.checkpoint_policies import PRODUCT
 from jax_fp4.delayed import State, check_state, is_used_again, refuse_used_again
 
 States = tuple[State | None, State | None]
@@ -338,7 +340,7 @@ def _placed(
         _record.record(event._replace(cost=whole))
     y: Any = _mlp(arguments, seeds, group_sizes, states, static)
     if axes:
-        y = whole_sum(y, axes, *of_sum)
+        y = checkpoint_name(whole_sum(y, axes, *of_sum), PRODUCT)
     return y.reshape(*leading, y.shape[-1])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
 from jax_fp4 import _ffi, reference
@@ -23,9 +24,10 @@ VECTOR = 8  # bfloat16 values in 16 bytes: rows in memory are whole vectors
 
 
 def takes(groups: int, *extents: int) -> bool:
-    """Whether this installation has the kernels, and they take a product with these extents, of which none may be 0."""
-    fit = 0 < groups <= MOST_GROUPS and all(0 < extent <= MOST for extent in extents)
-    return fit and not _ffi.sm90a_missing()
+    """Whether this installation has the kernels, and they take a product with these extents, of which none may be 0. A
+    symbolic one (jax.export) never is, and beyond the largest the handler refuses it when the program runs."""
+    fit = all(0 < extent <= MOST for extent in extents if not is_symbolic_dim(extent))
+    return fit and 0 < groups <= MOST_GROUPS and not _ffi.sm90a_missing()
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), static_argnames="batched", inline=True)

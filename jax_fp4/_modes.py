@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, UInt32
 
 from jax_fp4 import reference
@@ -17,7 +18,8 @@ from jax_fp4._ops import Made, quantize, quantize_made, quantize_transpose
 from jax_fp4._placement import LOCAL, UNFLATTENED, WHOLE, Part, Placement
 from jax_fp4._products import contraction, grouped_product, product
 from jax_fp4._recipe import BackwardMode, Recipe, Scaling, draws, mode_of, scaling_of
-from jax_fp4._rules import is_kept, keep
+from jax_fp4._rules import is_kept, keep, named
+from jax_fp4.checkpoint_policies import HIGH_PRECISION, PRODUCT
 
 # A frozen kernel: blocked along k, or (blocked along n, blocked along k) as quantize_transpose returns it.
 FrozenKernel = QuantizedTensor | tuple[QuantizedTensor, QuantizedTensor]
@@ -75,16 +77,17 @@ def quantized(
         both = column == row
         mine = dict(row_scaled=row.row_scaled, four_over_six=row.four_over_six, group_sizes=flags["group_sizes"])
         first, *rest = quantize_made(a, made, both=both, hadamard=row.hadamard, **mine)
-        return first, rest[0] if both else quantized(a, None, column, **flags)[1]
+        return named(first), named(rest[0]) if both else quantized(a, None, column, **flags)[1]
     if row is not None and row == column:
         key = seed if row.stochastic else None
-        return quantize_transpose(a, key=key, hadamard=row.hadamard, **row.flags, **flags)
+        first, second = quantize_transpose(a, key=key, hadamard=row.hadamard, **row.flags, **flags)
+        return named(first), named(second)
     first = second = None
     if row is not None:
-        first = quantize(a, key=seed if row.stochastic else None, **row.flags, **flags)
+        first = named(quantize(a, key=seed if row.stochastic else None, **row.flags, **flags))
     if column is not None:
         key = seed if column.stochastic else None
-        second = quantize(a, axis=0, key=key, hadamard=column.hadamard, **column.flags, **flags)
+        second = named(quantize(a, axis=0, key=key, hadamard=column.hadamard, **column.flags, **flags))
     return first, second
 
 
@@ -166,8 +169,10 @@ def multiply(
     """y = x w + b, [m,n] = [m,k] @ [k,n], or for each group [m,n] = [m,k] @ [g,k,n]. Of two arrays in `compute`."""
     lhs, rhs = x.forward, kernel.forward
     if group_sizes is None:
-        return product(lhs, _computed(rhs, compute), dtype, bias)
-    return grouped_product(lhs, rhs, group_sizes, dtype, compute=compute, bias=bias, bias_weights=bias_weights)
+        y = product(lhs, _computed(rhs, compute), dtype, bias)
+    else:
+        y = grouped_product(lhs, rhs, group_sizes, dtype, compute=compute, bias=bias, bias_weights=bias_weights)
+    return checkpoint_name(y, PRODUCT)
 
 
 def residuals(
@@ -180,7 +185,7 @@ def residuals(
             assert recipe is not None
             for_dw = keep(qx.backward, lambda: planes_of_x(x, recipe, True, group_sizes, part=placement.x).backward)
         case BackwardMode.UNQUANT:
-            for_dw = keep(x if needs.kernel else None, lambda: x)
+            for_dw = keep(checkpoint_name(x, HIGH_PRECISION) if needs.kernel else None, lambda: x)
         case BackwardMode.DEQUANT:
             for_dw = keep(qx.forward if needs.kernel else None, lambda: qx.forward)
     for_dx = _for_dx(x.dtype, kernel, qw, recipe, needs, placement)

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
 from jax_fp4 import _blackwell, _groups, _hopper, _ragged, reference
@@ -345,7 +346,7 @@ def _rows(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
 
 def _contraction(lhs, rhs, group_sizes, static: _Static):
     """[g,k,n] = [k,m] @ [m,n] over the rows of each group."""
-    if _has_kernel(lhs, rhs, group_sizes, static):
+    if _has_kernel(lhs, rhs, group_sizes, static) and not is_symbolic_dim(lhs.shape[-1]):  # of which it must be told
         return _hopper.chosen(_contraction_on_hopper, _contraction_by_loops, static, lhs, rhs, group_sizes)
     return local(partial(_contraction_by_loops, static=static))(lhs, rhs, group_sizes)
 

@@ -9,6 +9,7 @@ group is masked, at most one tile's work is wasted for each. On CPU three things
   * a group's weight is decoded once, in the outer loop, and its tiles follow in the inner one.
 """
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float, Int
 
+from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._groups import Bounds, bounds
 from jax_fp4._placement import alike
 
@@ -27,10 +30,23 @@ FEW = 32  # rows of the last tile of a group, where they are enough: many small 
 
 def tile_rows(m: int, groups: int) -> int:
     """Rows of a tile: about the mean group, a power of two."""
+    if is_symbolic_dim(m):
+        return _rows_within(m)
     rows = SMALLEST
     while rows < LARGEST and rows * groups < m:
         rows *= 2
     return min(rows, m)
+
+
+def _rows_within(m: Any) -> int:
+    """Of a tile where m is symbolic (jax.export): as many as there are whenever the program runs."""
+    for rows in (LARGEST, LARGEST // 2, SMALLEST, SMALLEST // 2, SMALLEST // 4):
+        with contextlib.suppress(jax.errors.InconclusiveDimensionOperation):
+            if m >= rows:
+                return rows
+    why = "groups are multiplied in tiles of rows, and no tile may be longer than all of them"
+    fix = f"jax.export.symbolic_shape(..., constraints=('{m} >= {LARGEST}',))"
+    raise UnsupportedError(message("grouped product", "x", f"of {m} rows", f"at least {SMALLEST // 4}", why, fix))
 
 
 def rows(

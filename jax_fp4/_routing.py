@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import max_dim
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -191,8 +192,8 @@ def _balance(share: Float32[Array, "*b e"], experts: Int32[Array, "*b k"], axes:
     counts, scores = jnp.zeros(e, jnp.int32).at[experts.reshape(-1)].add(1), jnp.sum(share.reshape(-1, e), axis=0)
     if axes:
         counts, scores = jax.lax.psum((counts, scores), axes)
-    chosen = counts.astype(jnp.float32) / max(1, devices * math.prod(experts.shape))
-    mean = scores / max(1, devices * math.prod(share.shape[:-1]))
+    chosen = counts.astype(jnp.float32) / max_dim(1, devices * math.prod(experts.shape))
+    mean = scores / max_dim(1, devices * math.prod(share.shape[:-1]))
     return e * jnp.sum(chosen * mean)
 
 

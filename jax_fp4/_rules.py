@@ -1,13 +1,18 @@
 """What the custom_vjp rules of this package share: symbolic zeros, and residuals of one tree whatever is needed."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_fp4 import _record
+from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import UnsupportedError, message
+from jax_fp4.checkpoint_policies import QUANTIZED
 
 
 def is_primal(leaf) -> bool:
@@ -42,6 +47,19 @@ def keep(part: Any, shape_of: Callable[[], Any]) -> Any:
         return part
     with _record.paused():
         return jax.tree.map(_empty, jax.eval_shape(shape_of))
+
+
+def named(q: QuantizedTensor) -> QuantizedTensor:
+    """What was quantized, under the name by which policies of jax.checkpoint keep it: 8-bit floats as bytes, which it
+    does not round (see `_modes._as_bytes`)."""
+
+    def leaf(a):
+        if a.dtype.itemsize > 1:
+            return checkpoint_name(a, QUANTIZED)
+        return lax.bitcast_convert_type(checkpoint_name(lax.bitcast_convert_type(a, jnp.uint8), QUANTIZED), a.dtype)
+
+    codes, block_scale, amax = jax.tree.map(leaf, (q.codes, q.block_scale, q.amax))
+    return dataclasses.replace(q, codes=codes, block_scale=block_scale, amax=amax)
 
 
 def _empty(leaf) -> Any:
