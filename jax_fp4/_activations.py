@@ -74,6 +74,7 @@ class Activation:
     def gated(self) -> bool:
         return _ACTIVATIONS[self.name].linear is not None
 
+    @jax.named_scope("activation")
     def __call__(self, h: Float[Array, "*b h"]) -> Float[Array, "*b f"]:
         check_float(self.name, "h", h)
         if self.gated and (h.ndim == 0 or h.shape[-1] % 2):

@@ -58,6 +58,7 @@ class Static(NamedTuple):
     site: str | None = None  # the name of the call, while diagnostics are collected
 
 
+@jax.named_scope("fp4.dense")
 def dense(
     x: Any,
     kernel: Any,

@@ -65,6 +65,7 @@ class Exchanged(NamedTuple):
     exchange: Exchange
 
 
+@jax.named_scope("fp4.exchange_tokens")
 def exchange_tokens(
     x: Float[Array, "*b d"], experts: Int32[Array, "*b k"], num_experts: int, axis_name: Any
 ) -> Exchanged:
@@ -90,6 +91,7 @@ def exchange_tokens(
     return Exchanged(_dispatch(rows, counts, axes), arrived, Exchange(order, counts, axes))
 
 
+@jax.named_scope("fp4.exchange_weights")
 def exchange_weights(weights: Float[Array, "*b k"], exchange: Exchange) -> Float[Array, " N"]:
     """The weights at the rows of `exchange_tokens`, 0 past them: for what weights inside the expert's MLP (`probs`).
 
@@ -102,6 +104,7 @@ def exchange_weights(weights: Float[Array, "*b k"], exchange: Exchange) -> Float
     return moved[:, 0]
 
 
+@jax.named_scope("fp4.return_tokens")
 def return_tokens(
     y: Float[Array, "N d"],
     exchange: Exchange,

@@ -17,7 +17,7 @@ import numpy as np
 from jax.export import DisabledSafetyCheck
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Float32, Int32, UInt8, UInt32
 
-from jax_fp4 import _cpu
+from jax_fp4._errors import message
 from jax_fp4._formats import (
     BLOCK,
     E4M3_MAX,
@@ -33,6 +33,13 @@ from jax_fp4._formats import (
     stored,
 )
 from jax_fp4._lowering import choose
+
+try:
+    from jax_fp4 import _cpu
+except ImportError as error:
+    needs, why = "a build for this Python", "the handlers of every CPU program are in it"
+    shown, fix = f"not loaded ({error})", "pip install . in the sources"
+    raise ImportError(message("jax_fp4", "its extension _cpu", shown, needs, why, fix)) from error
 
 for _name, _handler in _cpu.registrations().items():
     jax.ffi.register_ffi_target(_name, _handler, platform="cpu")

@@ -8,6 +8,7 @@ exception: its values are float32.
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -18,6 +19,7 @@ from jax_fp4._array import QuantizedTensor, block_length, scaling
 from jax_fp4._formats import PACK
 
 
+@jax.named_scope("fp4.dequantize")
 def decode(q: QuantizedTensor, dtype) -> Float[Array, "..."]:
     """The values in the stored orientation, without padding, [..., r, extent]; no groups."""
     if scaling(q) == "nvfp4":
@@ -41,6 +43,7 @@ def common(lhs: QuantizedTensor, rhs: QuantizedTensor) -> Common:
     return Common(extent, jnp.float32, lax.Precision.HIGHEST)
 
 
+@jax.named_scope("fp4.dequantize")
 def product_form(q: QuantizedTensor, of: Common) -> Float[Array, "*b r extent"]:
     """Code times block scale, padding and all, in the stored orientation."""
     match scaling(q):

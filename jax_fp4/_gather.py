@@ -7,6 +7,7 @@ kernel's blocks. So what is moved is what the product reads: one plane, blocked 
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -22,6 +23,7 @@ from jax_fp4._rules import named
 Shard = Float[Array, "*g k n"]
 
 
+@jax.named_scope("gather")
 def gathered(shard: Shard, placement: Placement, dtype) -> Float[Array, "*g k n"]:
     """The kernel in high precision, moved in the compute dtype."""
     kernel = shard.astype(dtype)
@@ -41,6 +43,7 @@ def quantized_plane(
     return quantize(gathered(shard, placement, dtype), specs=placement.kernel, **flags)
 
 
+@jax.named_scope("gather")
 def packed_plane(plane: QuantizedTensor, placement: Placement) -> QuantizedTensor:
     """A plane of the kernel from those of its shards: bytes of codes and scales."""
     for gather in placement.gathers:
@@ -78,6 +81,7 @@ def joined(words: Any, axes: Axes, axis: int) -> Any:
     return parts.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :])
 
 
+@jax.named_scope("scatter")
 def scattered(dw: Float[Array, "*g k n"], placement: Placement, dtype) -> Shard:
     """The shard of the sum over the devices of dw, which has the dtype that it is summed in."""
     for gather in reversed(placement.gathers):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -23,6 +24,7 @@ from jax_fp4._recipe import RecipeChoice
 from jax_fp4.delayed import State, check_state, is_used_again
 
 
+@jax.named_scope("fp4.grouped_dense")
 def grouped_dense(
     x: Any,
     kernel: Any,

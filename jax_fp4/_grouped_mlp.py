@@ -104,6 +104,7 @@ def recipe_of_second(recipe: RecipeChoice | None, out_recipe: RecipeChoice | Non
     return recipe if out_recipe is None else out_recipe
 
 
+@jax.named_scope("fp4.grouped_mlp")
 def grouped_mlp(
     x: Any,
     w_in: Any,
@@ -464,22 +465,18 @@ def _forward(arguments: Arguments, seeds, group_sizes, states, static: Static, n
     if probs is not None:  # those of the tail may be NaN
         probs = jnp.where(_groups.group_of_rows(group_sizes, x.shape[0]) < group_sizes.shape[0], probs, 0)
     (state, out_state), (place_in, place_out), (site, out_site) = states, static.placements, static.sites
-    qx, qw = _modes.operands(x, w_in, recipe, needs_in, group_sizes, scales=scales_of(state), placement=place_in)
-    state = seen_forward(state, recipe, qx.forward, None if is_frozen(w_in) else qw.forward)
-    watch = Watch.of(site, x, w_in, place_in)
-    h = _watched.multiply(watch, qx, qw, dtype, group_sizes, compute=dtype, bias=b_in)  # [m,h] = [m,k] @ [g,k,h]
-    first = _watched.residuals(site, x, w_in, seed, qx, qw, recipe, needs_in, group_sizes, place_in)
+    with jax.named_scope("w_in"):
+        how = needs_in, group_sizes, state, place_in, site
+        h, first, state = _product(x, w_in, seed, recipe, *how, dtype, dtype, bias=b_in)  # [m,h] = [m,k] @ [g,k,h]
 
     a = _weighted(static.activation(h.astype(jnp.float32)), probs).astype(dtype)
     # Where it is quantized, CUDA makes it of h in the same call; no mode keeps it, so nothing outside reads it there.
-    made, scales = Made(_matrix(h), probs, static.activation), scales_of(out_state)
-    qa, qw = _modes.operands(a, w_out, out_recipe, needs_out, group_sizes, made, scales, place_out)
-    out_state = seen_forward(out_state, out_recipe, qa.forward, None if is_frozen(w_out) else qw.forward)
+    made = Made(_matrix(h), probs, static.activation)
     weights = None if probs is None or b_out is None else probs.astype(jnp.float32)
     y_dtype = jnp.float32 if place_out.contracted else dtype  # of a partial sum
-    watch = Watch.of(out_site, a, w_out, place_out)
-    y = _watched.multiply(watch, qa, qw, y_dtype, group_sizes, compute=dtype, bias=b_out, bias_weights=weights)
-    second = _watched.residuals(out_site, a, w_out, out_seed, qa, qw, out_recipe, needs_out, group_sizes, place_out)
+    with jax.named_scope("w_out"):
+        how, biases = (needs_out, group_sizes, out_state, place_out, out_site), dict(bias=b_out, bias_weights=weights)
+        y, second, out_state = _product(a, w_out, out_seed, out_recipe, *how, y_dtype, dtype, made, **biases)
     # unquant's dw_out reads a, which h gives again
     remake = needs_out.kernel and mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT
     if mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT:
@@ -498,6 +495,17 @@ def _forward(arguments: Arguments, seeds, group_sizes, states, static: Static, n
     )
 
 
+def _product(
+    x, kernel, seed, recipe, needs: Needs, group_sizes, state, place: Placement, site, dtype, compute, made=None, **bias
+):
+    """[m,n] = [m,k] @ [g,k,n], what a backward with these needs reads of it, and the state after it."""
+    qx, qw = _modes.operands(x, kernel, recipe, needs, group_sizes, made, scales_of(state), place)
+    state = seen_forward(state, recipe, qx.forward, None if is_frozen(kernel) else qw.forward)
+    watch = Watch.of(site, x, kernel, place)
+    y = _watched.multiply(watch, qx, qw, dtype, group_sizes, compute=compute, **bias)
+    return y, _watched.residuals(site, x, kernel, seed, qx, qw, recipe, needs, group_sizes, place), state
+
+
 def _mlp_bwd(static: Static, kept: Kept, dy):
     if isinstance(dy, SymbolicZero):
         return None, None, None, None
@@ -510,7 +518,9 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
     (place_in, place_out), (over, out_over) = static.placements, static.states_over
     dy = dy.astype(dtype)
     (site, out_site), out_dtypes = static.sites, (dtype, dtypes.w_out)
-    da, dw_out, amax = _watched.gradients(out_site, dy, second, out_recipe, out_dtypes, sizes, out_scales, place_out)
+    with jax.named_scope("w_out"):
+        how = out_recipe, out_dtypes, sizes, out_scales, place_out
+        da, dw_out, amax = _watched.gradients(out_site, dy, second, *how)
     out_state = seen_backward(out_state, out_recipe, amax, out_over)
     db_out = None if b_out is None else sum_of_groups(_matrix(_weighted(dy, probs)), sizes).astype(dtypes.b_out)
     if da is None:
@@ -525,8 +535,9 @@ def _mlp_bwd(static: Static, kept: Kept, dy):
             d_probs += dots_with_groups(dy, b_out, sizes)
         d_probs = d_probs.astype(probs.dtype)
     dh = pull(_weighted(da.astype(jnp.float32), probs))[0].astype(dtype)
-    in_dtypes = dtype, dtypes.w_in
-    dx, dw_in, amax = _watched.gradients(site, dh, kept.first, recipe, in_dtypes, sizes, scales, place_in)
+    with jax.named_scope("w_in"):
+        how = recipe, (dtype, dtypes.w_in), sizes, scales, place_in
+        dx, dw_in, amax = _watched.gradients(site, dh, kept.first, *how)
     db_in = None if dtypes.b_in is None else sum_of_groups(_matrix(dh), sizes).astype(dtypes.b_in)
     states = seen_backward(state, recipe, amax, over), out_state
     return Arguments(dx, dw_in, dw_out, db_in, db_out, d_probs), None, None, states

@@ -3,6 +3,7 @@ does not, so one rule around both would save nothing."""
 
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
 from jax_fp4._dense import dense_as
@@ -12,6 +13,7 @@ from jax_fp4._recipe import RecipeChoice
 from jax_fp4.delayed import State
 
 
+@jax.named_scope("fp4.layernorm_dense")
 def layernorm_dense(
     x: Any,
     scale: Any,

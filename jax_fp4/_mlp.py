@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
 from jax_fp4._activations import Activation
@@ -10,6 +11,7 @@ from jax_fp4._norm import normalize
 from jax_fp4._recipe import RecipeChoice
 
 
+@jax.named_scope("fp4.layernorm_mlp")
 def layernorm_mlp(
     x: Any,
     scale: Any,

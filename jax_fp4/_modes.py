@@ -150,6 +150,7 @@ def gathered_again(
     return quantized_plane(shard, scaling, axis, placement, dtype, scale)
 
 
+@jax.named_scope("forward")
 def operands(
     x, kernel: Any, recipe: Recipe | None, needs: Needs, group_sizes=None, made: Made | None = None,
     scales: Scales | None = None, placement: Placement = LOCAL,
@@ -163,6 +164,7 @@ def operands(
     return planes_of_x(x, recipe, needs.kernel, group_sizes, made, scales.x, placement.x), qw
 
 
+@jax.named_scope("forward")
 def multiply(
     x: Planes, kernel: Planes, dtype, group_sizes=None, *, compute, bias=None, bias_weights=None
 ) -> Float[Array, "*m n"]:
@@ -240,23 +242,26 @@ def gradients(
     high-precision operands (unquant) or the values the forward multiplied (dequant)."""
     scales = scales or Scales()
     needs = Needs(is_kept(kept.kernel), is_kept(kept.x))
-    row, column = quantize_gradient(dy, recipe, kept.seed, needs, group_sizes, scales.dy, placement.y)
+    with jax.named_scope("backward"):  # in a trace: once for both
+        row, column = quantize_gradient(dy, recipe, kept.seed, needs, group_sizes, scales.dy, placement.y)
     amax = next((q.amax for q in (row, column) if q is not None), None)
     x_dtype, kernel_dtype = dtypes
     x, kernel = _from_bytes(kept.x), _from_bytes(kept.kernel)
     dx = dw = None
     if needs.x:
-        if placement.gathers:
-            kernel = gathered_again(kernel, recipe, dy.dtype, placement, scales.kernel)
-        dx = _backward_product(dy if row is None else row, kernel.mT, x_dtype, dy.dtype, group_sizes)
+        with jax.named_scope("dgrad"):
+            if placement.gathers:
+                kernel = gathered_again(kernel, recipe, dy.dtype, placement, scales.kernel)
+            dx = _backward_product(dy if row is None else row, kernel.mT, x_dtype, dy.dtype, group_sizes)
     if needs.kernel:
         along_m = dy if column is None else column
         of_sum = reduce_dtype(placement, kernel_dtype)
-        if group_sizes is None:
-            dw = contraction(_computed(x, dy.dtype), _computed(along_m, dy.dtype), of_sum)
-        else:
-            dw = _backward_product(x.mT, along_m, of_sum, dy.dtype, group_sizes)
-        dw = scattered(dw, placement, kernel_dtype)
+        with jax.named_scope("wgrad"):
+            if group_sizes is None:
+                dw = contraction(_computed(x, dy.dtype), _computed(along_m, dy.dtype), of_sum)
+            else:
+                dw = _backward_product(x.mT, along_m, of_sum, dy.dtype, group_sizes)
+            dw = scattered(dw, placement, kernel_dtype)
     return dx, dw, amax
 
 

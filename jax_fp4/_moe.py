@@ -31,6 +31,7 @@ def drawing_recipe(op: str, recipe: RecipeChoice | None, out_recipe: RecipeChoic
     return next((chosen for chosen in in_force if chosen is not None and draws(chosen)), None)
 
 
+@jax.named_scope("fp4.moe")
 def moe(
     x: Any,
     logits: Any,
@@ -121,7 +122,7 @@ def _moe(
     else:
         rows, group_sizes, exchange = exchange_tokens(x, chosen.experts, g, where.expert_axis)
         probs, back = exchange_weights(chosen.weights, exchange), partial(return_tokens, exchange=exchange)
-    y = mlp_as(
+    y = jax.named_scope("fp4.grouped_mlp")(mlp_as)(
         "grouped_mlp",
         rows,
         w_in,

@@ -39,6 +39,7 @@ class Kept(NamedTuple):
     scale: Float[Array, " k"]  # for dx
 
 
+@jax.named_scope("norm")
 def normalize(
     op: str,
     x: Any,

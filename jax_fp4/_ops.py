@@ -47,6 +47,7 @@ OPS = (
 )
 
 
+@jax.named_scope("fp4.quantize")
 def quantize(
     x,
     format: str = "nvfp4",
@@ -129,6 +130,7 @@ def quantize(
     return tensor.pack(_quantized(op, tensor, q, (axis,), (given,), key, implementation), q, axis)
 
 
+@jax.named_scope("fp4.quantize_transpose")
 def quantize_transpose(
     x,
     format: str = "nvfp4",
@@ -201,7 +203,8 @@ def quantize_made(
     axes = (-1, 0) if both else (-1,)
     _note(op, tensor, q, axes, None)
     run = _made(op, is_strict(), q, made.activation)
-    result = run(tensor.x, made.h, made.weights, tensor.group_sizes)
+    with jax.named_scope(f"fp4.{op}"):
+        result = run(tensor.x, made.h, made.weights, tensor.group_sizes)
     return tuple(tensor.pack(result[3 * i : 3 * i + 3], q, axis) for i, axis in enumerate(axes))
 
 
@@ -219,6 +222,7 @@ def _amax_pair(op: str, amax, q: Quantization):
     return amax, amax
 
 
+@jax.named_scope("fp4.dequantize")
 def dequantize(q: QuantizedTensor, dtype=None, *, implementation: Implementation = None):
     """The values of q, an array of q.shape: code x block scale x tensor scale, one rounding to `dtype` (q.dtype).
 

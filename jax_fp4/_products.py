@@ -104,6 +104,7 @@ def grouped_matmul(lhs, rhs, group_sizes, *, preferred_element_type=None):
     return grouped_product(lhs, rhs, jnp.asarray(group_sizes), out)
 
 
+@jax.named_scope("fp4.matmul")
 def product(lhs, rhs, dtype, bias=None, *, weights: bool = True):
     """`matmul` without its checks, with a bias [n] added in float32 before the cast to `dtype`. A quantized operand
     beside an array may be blocked along either axis. weights: rhs may be weights, for which Hopper has a kernel; the
@@ -117,6 +118,7 @@ def product(lhs, rhs, dtype, bias=None, *, weights: bool = True):
     return _split_product(lhs, rhs, bias, dtype=np.dtype(dtype), weights=weights)
 
 
+@jax.named_scope("fp4.matmul")
 def contraction(x, dy, dtype) -> Float[Array, "k n"]:
     """x^T dy, [k,n] = [k,*m] @ [*m,n], over all rows: the weight gradient. Each operand is an array [*m, k] or [*m, n]
     or a quantized one, two quantized ones blocked along the rows (axis=0)."""
@@ -211,6 +213,7 @@ def along_last(bias: Float[Array, " n"], ndim: int):
     return bias.reshape((1,) * (ndim - 1) + bias.shape)
 
 
+@jax.named_scope("fp4.grouped_matmul")
 def grouped_product(
     lhs, rhs, group_sizes, dtype, *, compute=None, bias=None, bias_weights=None, transposed: bool = False
 ):
@@ -289,6 +292,7 @@ def _grouped_bwd(static: _Static, residuals, dy):
 _grouped.defvjp(_grouped_fwd, _grouped_bwd, symbolic_zeros=True)
 
 
+@jax.named_scope("bgrad")
 def sum_of_groups(x: Float[Array, "*m n"], group_sizes) -> Float[Array, "g n"] | Float[Array, " n"]:
     """The float32 sum of the rows of each group, or of all rows, which then may have any number of dimensions. No
     product with zeros and ones: one group's NaN is not another's."""

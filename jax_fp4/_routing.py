@@ -47,6 +47,7 @@ class Grouped(NamedTuple):
     order: Int32[Array, " n"]
 
 
+@jax.named_scope("fp4.route")
 def route(
     logits: Float[Array, "*b e"],
     top_k: int,
@@ -97,6 +98,7 @@ def route(
     return Routing(weights * scale, experts, _balance(share, experts, axes))
 
 
+@jax.named_scope("fp4.group_tokens")
 def group_tokens(x: Float[Array, "*b d"], experts: Int32[Array, "*b k"], num_experts: int) -> Grouped:
     """Copies each token once for each of its experts, in the order of the experts: x [..., d] -> Grouped, x [n, d].
 
@@ -118,6 +120,7 @@ def group_tokens(x: Float[Array, "*b d"], experts: Int32[Array, "*b k"], num_exp
     return Grouped(_spread(*alike(tokens, order), top_k), group_sizes, order)
 
 
+@jax.named_scope("fp4.combine_tokens")
 def combine_tokens(
     y: Float[Array, "n d"],
     order: Int32[Array, " n"],
@@ -142,6 +145,7 @@ def combine_tokens(
     return out.reshape(*leading, y.shape[1])
 
 
+@jax.named_scope("fp4.group_weights")
 def group_weights(weights: Float[Array, "*b k"], order: Int32[Array, " n"]) -> Float[Array, " n"]:
     """The weights in the order of the rows, 0 in the tail: for what weights inside the expert's MLP (its `probs`).
 

@@ -32,7 +32,7 @@ RANKS = {
         13: "_grouped_dense _grouped_mlp _dot_general _layernorm_dense",
         14: "_routing _mlp",
         15: "_exchange",
-        16: "_moe",
+        16: "_moe _doctor",
         17: "linen nnx export diagnostics report __main__",
         18: "__init__",
     }.items()
