@@ -72,13 +72,20 @@ def _gather_plane(q: QuantizedTensor, gather: WeightGather) -> QuantizedTensor:
     return dataclasses.replace(q, codes=codes, block_scale=scales, amax=amax, extent=extent)
 
 
-def joined(words: Any, axes: Axes, axis: int) -> Any:
-    """The parts of all devices along `axes`, one after another along `axis`. Moved as they lie, then put in order: XLA
-    would transpose single bytes on both sides of a gather along the last axis."""
+def joined(part: Any, axes: Axes, axis: int) -> Any:
+    """The parts of all devices along `axes`, one after another along `axis`. Bytes are moved as they lie, then put in
+    order four at a time where they can: XLA would transpose single bytes, on both sides of a gather along `axis`."""
     if axis == 0:
-        return lax.all_gather(words, axes, tiled=True)
-    parts = jnp.moveaxis(lax.all_gather(words, axes), 0, axis)
-    return parts.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :])
+        return lax.all_gather(part, axes, tiled=True)
+    parts = lax.all_gather(part, axes)
+    of_words = part.dtype == jnp.uint8 and axis == part.ndim - 1 and part.shape[-1] % 4 == 0
+    if of_words:
+        parts = lax.bitcast_convert_type(parts.reshape(*parts.shape[:-1], -1, 4), jnp.uint32)
+    parts = jnp.moveaxis(parts, 0, axis)
+    parts = parts.reshape(*parts.shape[:axis], -1, *parts.shape[axis + 2 :])
+    if not of_words:
+        return parts
+    return lax.bitcast_convert_type(parts, jnp.uint8).reshape(*parts.shape[:-1], -1)
 
 
 @jax.named_scope("scatter")

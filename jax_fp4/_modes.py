@@ -251,6 +251,8 @@ def gradients(
     if needs.x:
         with jax.named_scope("dgrad"):
             if placement.gathers:
+                # After dy: XLA would merge it with the gather of the forward, and keep the whole kernel from there on.
+                kernel, dy = lax.optimization_barrier((kernel, dy))
                 kernel = gathered_again(kernel, recipe, dy.dtype, placement, scales.kernel)
             dx = _backward_product(dy if row is None else row, kernel.mT, x_dtype, dy.dtype, group_sizes)
     if needs.kernel:
