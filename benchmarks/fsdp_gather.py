@@ -38,9 +38,14 @@ def programs(mesh, shape: tuple[int, ...]) -> dict[str, tuple]:
         return plane(w, fp4.Specs(x=rows))
 
     def whole(*parts):
-        """As a WeightGather gathers: parts travel as they lie."""
-        moved = (jnp.moveaxis(jax.lax.all_gather(part, "fsdp"), 0, last) for part in parts)
-        return [part.reshape(*part.shape[:last], -1) for part in moved]
+        """As a WeightGather gathers: parts travel as they lie, and are put in order by words of four bytes."""
+        return [joined(part) for part in parts]
+
+    def joined(part):
+        gathered = jax.lax.all_gather(part, "fsdp")
+        words = jax.lax.bitcast_convert_type(gathered.reshape(*gathered.shape[:-1], -1, 4), jnp.uint32)
+        words = jnp.moveaxis(words, 0, last)
+        return jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*part.shape[:last], -1)
 
     draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16), out_shardings=NamedSharding(mesh, rows))
     w = draw(jax.random.key(0))
