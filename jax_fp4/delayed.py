@@ -30,6 +30,8 @@ from jax_fp4._minifloat import NAN, magnitude_bits
 from jax_fp4._recipe import DelayedScaling, Operand
 from jax_fp4.reference_fp8 import Delayed
 
+__all__ = ["State", "init", "merge", "update"]  # the rest is for the layers
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
