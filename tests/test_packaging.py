@@ -55,6 +55,7 @@ def test_linters_are_pinned():
 
 @pytest.mark.core
 def test_import_needs_neither_flax_nor_cuda():
+    """E8. What is said where CUDA is asked for: tests/test_ops.py."""
     loaded = run_python("import sys, jax_fp4; print(*sys.modules)").split()
     assert "jax_fp4" in loaded
     optional = {"flax", "optax", "orbax", "safetensors", "nvidia", "jax_cuda12_plugin"}

@@ -105,7 +105,7 @@ def test_operand_formats_of_every_recipe_are_those_of_the_program(recipe, produc
 
 
 def test_padding_and_what_is_kept_of_each_layer():
-    """Of [32,64] @ [64,20]: without a gradient in the program too, since a report is read before training."""
+    """G7. Of [32,64] @ [64,20]: without a gradient in the program too, since a report is read before training."""
     rows = {mode: fp4.report(loss(fp4.NVFP4BlockScaling(mode)), X, W).rows[0] for mode in ("default", "unquant")}
     assert rows["default"].padding == 64 * 12 + 32 * 12 and rows["unquant"].padding == 0
     assert rows["unquant"].residual_bytes == X.nbytes + W.nbytes
