@@ -14,11 +14,12 @@ from jax_fp4._array import QuantizedTensor, block_length, scaling, stored_dtypes
 from jax_fp4._errors import message
 from jax_fp4._formats import padded
 from jax_fp4._gather import gathered, packed_plane, quantized_plane, reduce_dtype, scattered
-from jax_fp4._ops import Made, quantize, quantize_made, quantize_transpose
+from jax_fp4._ops import Made
 from jax_fp4._placement import LOCAL, UNFLATTENED, WHOLE, Part, Placement
+from jax_fp4._planes import quantized
 from jax_fp4._products import contraction, grouped_product, product
-from jax_fp4._recipe import BackwardMode, Recipe, Scaling, draws, mode_of, scaling_of
-from jax_fp4._rules import is_kept, keep, named
+from jax_fp4._recipe import BackwardMode, Recipe, draws, mode_of, scaling_of
+from jax_fp4._rules import is_kept, keep
 from jax_fp4.checkpoint_policies import HIGH_PRECISION, PRODUCT
 
 # A frozen kernel: blocked along k, or (blocked along n, blocked along k) as quantize_transpose returns it.
@@ -56,39 +57,6 @@ class Scales(NamedTuple):
     x: Any = None
     kernel: Any = None
     dy: Any = None
-
-
-def quantized(
-    a: Float[Array, "*g m k"],
-    row: Scaling | None,
-    column: Scaling | None,
-    *,
-    seed=None,
-    made: Made | None = None,
-    **flags,
-) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """`a` blocked along its last axis as `row` says, and along its rows as `column` says: in one pass where they agree.
-
-    made: what `a` is made of, where that is known.
-    """
-    # Of groups on one device: of a part, the amax is that of all, and without groups XLA may partition the call.
-    whole = flags.get("specs", WHOLE) == WHOLE
-    if row is not None and made is not None and row.format == "nvfp4" and whole:
-        both = column == row
-        mine = dict(row_scaled=row.row_scaled, four_over_six=row.four_over_six, group_sizes=flags["group_sizes"])
-        first, *rest = quantize_made(a, made, both=both, hadamard=row.hadamard, **mine)
-        return named(first), named(rest[0]) if both else quantized(a, None, column, **flags)[1]
-    if row is not None and row == column:
-        key = seed if row.stochastic else None
-        first, second = quantize_transpose(a, key=key, hadamard=row.hadamard, **row.flags, **flags)
-        return named(first), named(second)
-    first = second = None
-    if row is not None:
-        first = named(quantize(a, key=seed if row.stochastic else None, **row.flags, **flags))
-    if column is not None:
-        key = seed if column.stochastic else None
-        second = named(quantize(a, axis=0, key=key, hadamard=column.hadamard, **column.flags, **flags))
-    return first, second
 
 
 def planes_of_x(

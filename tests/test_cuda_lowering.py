@@ -156,6 +156,26 @@ def test_xla_writes_no_second_input_on_cuda(extension):
     assert (re.search(rf"{made[1]}\b", rest) is None) is extension
 
 
+@pytest.mark.parametrize("mode", ["default", "dequant"])
+def test_layernorm_mlp_makes_its_second_input_in_the_quantizer(extension, mode):
+    """Rows of two dimensions, whose column-wise codes keep both. Not in a program that XLA partitions."""
+
+    def layer(x, w_in, w_out):
+        recipe, key = fp4.NVFP4BlockScaling(mode), np.zeros(2, np.uint32)
+        y = fp4.layernorm_mlp(x, jnp.ones(64), None, w_in, w_out, norm="rmsnorm", recipe=recipe, key=key)
+        return jnp.sum(y.astype(jnp.float32))
+
+    operands = [jax.ShapeDtypeStruct((2, 16, 64), jnp.bfloat16), *(jnp.ones(s) for s in ((64, 192), (96, 64)))]
+    function = jax.value_and_grad(layer, argnums=(0, 1, 2))
+    both = "_transpose" * (mode == "default")
+    text = lowered(function, *operands)
+    assert text.count(f"custom_call @jax_fp4_activate_quantize{both}(") == int(extension)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut = jax.NamedSharding(mesh, jax.P("data"))
+    split = jax.jit(function, in_shardings=(cut, None, None)).trace(*operands).lower(lowering_platforms=("cuda",))
+    assert "activate_quantize" not in split.as_text()
+
+
 def test_a_second_product_that_is_not_quantized_is_as_before(extension):
     recipe = fp4.NVFP4BlockScaling("dequant")
     layer = lambda x: fp4.grouped_mlp(  # noqa: E731

@@ -24,7 +24,7 @@ RANKS = {
         5: "_arguments",
         6: "_float8 _rules delayed _hopper _blackwell _operands",
         7: "_ops checkpoints _export_layout",
-        8: "_forms _gather _observe",
+        8: "_forms _gather _observe _planes",
         9: "_products _harvest",
         10: "_modes",
         11: "_watched _activations _norm",

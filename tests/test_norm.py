@@ -17,6 +17,7 @@ from products import refused
 from trees import same_tree
 
 import jax_fp4 as fp4
+from jax_fp4 import _planes
 
 M, K, N, H = 40, 24, 10, 36  # no multiples of 16; h has 36 columns, the second input 18
 ALL = (*MODES, NONE)
@@ -440,3 +441,25 @@ def test_delayed_scaling_has_its_state_or_is_refused():
             assert all(operand.history[-1] > 0 for operand in (one.x, one.kernel, one.dy))
     refused(lambda: fp4.layernorm_dense(**DENSE, recipe=delayed), ValueError, "layernorm_dense: state is None")
     refused(lambda: fp4.layernorm_mlp(**MLP, out_recipe=delayed), ValueError, r"layernorm_mlp: state\[1\] is None")
+
+
+@pytest.mark.parametrize("mode", ["default", "dequant"])
+@pytest.mark.parametrize("leading", [(2, 16), (2, 10), (32,)], ids=str)
+def test_codes_made_in_one_call_lie_as_those_made_apart(monkeypatch, leading, mode):
+    """On CUDA one call makes them, of rows that were flattened. Here that call quantizes its first operand."""
+    x = jax.random.normal(jax.random.key(0), (*leading, 64), jnp.bfloat16)
+    kernels = [jax.random.normal(jax.random.key(i), shape) / 8 for i, shape in ((1, (64, 192)), (2, (96, 48)))]
+    recipe = fp4.NVFP4BlockScaling(mode)
+
+    def step(x, *kernels):
+        def loss(x, *kernels):
+            y = fp4.layernorm_mlp(x, jnp.ones(64), None, *kernels, norm="rmsnorm", recipe=recipe, key=jax.random.key(3))
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(x, *kernels)
+
+    apart = jax.jit(step)(x, *kernels)
+    monkeypatch.setattr(_planes, "choose", lambda together, apart, **_: together)
+    jax.clear_caches()
+    for got, want in zip(jax.tree.leaves(jax.jit(step)(x, *kernels)), jax.tree.leaves(apart), strict=True):
+        np.testing.assert_array_equal(got, want)

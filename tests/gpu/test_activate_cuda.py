@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_fp4 as fp4
-from jax_fp4 import _ffi, _ops
+from jax_fp4 import _ffi, _ops, _planes
 from jax_fp4._activations import NAMES
 from jax_fp4._formats import Quantization
 
@@ -166,6 +166,33 @@ def test_grouped_mlp_equals_itself_unfused(gpu, monkeypatch, mode):
     monkeypatch.setattr(_ops, "_made", unfused)
     jax.clear_caches()
     for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(step()), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("mode", ["default", "unquant", "dequant"])
+def test_layernorm_mlp_equals_itself_in_a_partitioned_program(gpu, monkeypatch, mode):
+    """Rows of two dimensions, as a batch of sequences has."""
+    recipe, key = fp4.NVFP4BlockScaling(mode), jax.random.key_data(jax.random.key(0))
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.standard_normal((4, 32, 96)), jnp.bfloat16)
+    scale, w_in, w_out = (jnp.asarray(rng.standard_normal(s) / 8, jnp.float32) for s in ((96,), (96, 128), (64, 48)))
+
+    def loss(x, scale, w_in, w_out):
+        y = fp4.layernorm_mlp(x, scale, None, w_in, w_out, norm="rmsnorm", recipe=recipe, key=key)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    def step():
+        with jax.default_device(gpu):
+            program = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3))).lower(x, scale, w_in, w_out).compile()
+            return program(x, scale, w_in, w_out), "activate_quantize" in program.as_text()
+
+    fused, in_one_call = step()
+    monkeypatch.setattr(_planes, "is_partitioned", lambda context: True)
+    jax.clear_caches()
+    apart, still_in_one_call = step()
+    assert in_one_call and not still_in_one_call
+    for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(apart), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)
 
