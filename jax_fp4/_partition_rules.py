@@ -39,16 +39,16 @@ class Layout(NamedTuple):
         *outer, k = shape
         batch, leading = outer[:batch_dims], outer[batch_dims:]
         of_rows, of_columns = block if 0 in axes else tile, block if -1 in axes else tile
-        units = {f"batch{i}": n for i, n in enumerate(batch)} | {"k": _whole_blocks(k, of_columns)}
+        units = {f"batch{i}": _units(n) for i, n in enumerate(batch)} | {"k": _whole_blocks(k, of_columns)}
         names, flat = tuple(f"rows{i}" for i in range(len(leading))), None
         units |= dict.fromkeys(names, 0)
         unflattened = 0 in axes and tile == 1 and len(leading) > 1 and leading[-1] % block == 0
         if unflattened or (of_rows == 1 and leading):
-            units |= dict(zip(names, leading, strict=True))
-            units[names[-1]] //= of_rows
+            units |= dict(zip(names, map(_units, leading), strict=True))
+            units[names[-1]] = _units(leading[-1] // of_rows)
             flat = names[0] if len(leading) == 1 else None
         elif leading:  # so many entries along the first one are whole blocks
-            entries = of_rows // math.gcd(of_rows, math.prod(leading[1:]))
+            entries = of_rows // math.gcd(of_rows, math.prod(map(_units, leading[1:])))
             units[flat := names[0]] = _whole_blocks(leading[0], entries)
         return cls(tuple(f"batch{i}" for i in range(batch_dims)), names, units, flat, unflattened)
 
@@ -68,8 +68,13 @@ class Layout(NamedTuple):
         return self.of_x[:-1] if axis == -1 else (*self.batch, "k")
 
 
+def _units(extent: int) -> int:
+    """A symbolic extent (of jax.export) is one unit: it is not cut."""
+    return extent if isinstance(extent, int) else 1
+
+
 def _whole_blocks(extent: int, block: int) -> int:
-    return 0 if extent % block else extent // block
+    return 0 if _units(extent) % block else _units(extent) // block
 
 
 def quantize_rule(layout: Layout, more: tuple[Names, ...], results: tuple[Names, ...], of_part: Callable) -> Rule:
@@ -114,12 +119,12 @@ def operand(value: Any, names: Names) -> Operand:
     """names: of its logical dimensions; of a quantized one with `inner` dimensions, those of the contracted ones are
     the last, or where axis=0 all but the last."""
     if not isinstance(value, QuantizedTensor):
-        return Operand([names], {name: n for name, n in zip(names, value.shape, strict=True) if name is not None})
+        return Operand([names], {name: _units(n) for name, n in zip(names, value.shape, strict=True) if name})
     q = value
     stored = names if q.axis == -1 else (*names[: -2 - q.inner], names[-1], *names[-2 - q.inner : -1])
     blocked, length = stored[-1], block_length(q)
     tile = 1 if q.block is None or q.format == "nvfp4" or q.format.startswith("mxfp8") else q.block[0]
-    units = {name: n for name, n in zip(stored[:-1], q.codes.shape[:-1], strict=True) if name is not None}
+    units = {name: _units(n) for name, n in zip(stored[:-1], q.codes.shape[:-1], strict=True) if name is not None}
     if blocked is not None:
         units[blocked] = _whole_blocks(q.extent, length)
     scales = stored if q.block is not None else stored[: q.block_scale.ndim]
