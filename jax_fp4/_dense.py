@@ -55,7 +55,7 @@ class Static(NamedTuple):
     used_again: bool = False  # whether the delayed-scaling state was given to an earlier call too
     placement: Placement = LOCAL
     state_over: Axes = ()  # mesh axes along which devices share the state
-    site: str | None = None  # the name of the call, while diagnostics are collected
+    site: _observe.Site | None = None  # while diagnostics are collected
 
 
 @jax.named_scope("fp4.dense")
@@ -326,6 +326,7 @@ SOME_SEED = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
 def cost_of(x, kernel, bias, seed, group_sizes, state, static: Static) -> Any:
     """What `affine` takes, for the report: only evaluated, where it cannot be differentiated."""
+    static = static._replace(site=None)  # what is kept for diagnostics is no part of it
     rest = bias, SOME_SEED if seed is None else seed, group_sizes, state
     at_once = static.placement != LOCAL  # where the mesh axes are known
     if not _modes.has_along_n(kernel, static.recipe):

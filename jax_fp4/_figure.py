@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_fp4._errors import message
+
 Rows = dict[str, dict[str, float]]
 
 
@@ -38,9 +40,19 @@ PANELS = (
 )
 
 
-def draw(history: list[tuple[int, Rows]], path: Path, title: str) -> None:
-    from matplotlib.figure import Figure  # optional, and slow to import
+def _figure_of_matplotlib() -> Any:
+    try:
+        from matplotlib.figure import Figure  # optional, and slow to import
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        why, fix = "it draws the picture", "pip install 'jax_fp4[examples]'"
+        raise ModuleNotFoundError(message("plot", "matplotlib", "not installed", "the package", why, fix)) from None
+    return Figure
 
+
+def draw(history: list[tuple[int, Rows]], path: Path, title: str) -> None:
+    Figure = _figure_of_matplotlib()
     step, last = history[-1]
     over_time = len(history) > 1
     panels = [panel for panel in PANELS if any(field in row for row in last.values() for field in panel.series)]

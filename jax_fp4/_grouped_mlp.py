@@ -82,7 +82,7 @@ class Static(NamedTuple):
     used_again: bool  # whether a delayed-scaling state was given to an earlier call too
     placements: tuple[Placement, Placement] = (LOCAL, LOCAL)
     states_over: tuple[Axes, Axes] = ((), ())  # mesh axes along which devices share the states
-    sites: tuple[str | None, str | None] = (None, None)  # the names of the products, while diagnostics are collected
+    sites: tuple[_observe.Site | None, _observe.Site | None] = (None, None)  # while diagnostics are collected
 
 
 class Kept(NamedTuple):
@@ -415,6 +415,7 @@ def check_states(op: str, recipes: tuple[Recipe | None, Recipe | None], state, g
 
 def _cost_of(arguments: Arguments, seeds, group_sizes, states, static: Static):
     """What `_mlp` takes, for the report: only evaluated, where it cannot be differentiated."""
+    static = static._replace(sites=(None, None))  # what is kept for diagnostics is no part of it
     kernels = zip((arguments.w_in, arguments.w_out), static.recipes, strict=True)
     free = {name: a for name, a in arguments._asdict().items() if a is not None and not is_frozen(a)}
     if not all(_modes.has_along_n(kernel, recipe) for kernel, recipe in kernels):

@@ -3,6 +3,9 @@
 A value inside an inner trace cannot be handed to Python. So a jaxpr is evaluated equation by equation, and whatever
 holds a tag is taken apart: calls are run in place, loops and shard_maps are built again with more results. Whatever
 does not is bound as it is. Branches and while loops, whose records would depend on data, keep theirs: they are named.
+
+The parameters of equations (jaxpr, in_shardings, differentiated, prevent_cse, newly_manual_axes, ...) and the context
+of one are no documented API of JAX: they are those of jax 0.10 to 0.12. One that is missing raises UnsupportedError.
 """
 
 import dataclasses
@@ -14,7 +17,8 @@ from jax.extend import core
 from jax.extend.core import primitives
 from jax.sharding import PartitionSpec, Sharding
 
-from jax_fp4._observe import Seen, merged, tag_p
+from jax_fp4._errors import UnsupportedError, message
+from jax_fp4._observe import Seen, Site, merged, tag_p
 from jax_fp4._placement import vary
 
 Run = tuple[list[Any], list[Seen]]  # the results, and what the tags saw, in the order of the program
@@ -51,7 +55,7 @@ def _equation(jaxpr: core.Jaxpr, equation, operands: list[Any], again: bool) -> 
         seen = jax.tree.unflatten(params["tree"], operands[count:])
         return operands[:count], [] if again and seen.phase == "forward" else [seen]
     if next(tags_in(equation), None) is not None:
-        with equation.ctx.manager:
+        with _context_of(equation):
             if primitive in _CALLS:
                 return _call(equation, operands, again)
             if primitive is primitives.scan_p:
@@ -64,7 +68,26 @@ def _equation(jaxpr: core.Jaxpr, equation, operands: list[Any], again: bool) -> 
     return core.jaxpr_as_fun(core.ClosedJaxpr(one, []))(*given.values()), []
 
 
-def tags_in(equation) -> Iterator[str]:
+def _param(equation, name: str) -> Any:
+    if name not in equation.params:
+        raise _unknown(equation, name)
+    return equation.params[name]
+
+
+def _context_of(equation) -> Any:
+    """What an equation was traced under: the mesh, and what users say about how to compile it."""
+    if not hasattr(equation.ctx, "manager"):
+        raise _unknown(equation, "ctx.manager")
+    return equation.ctx.manager
+
+
+def _unknown(equation, name: str) -> UnsupportedError:
+    shown = f"a {equation.primitive} without {name!r} (jax {jax.__version__})"
+    needs, why = "the parameters of jax 0.10 to 0.12", "a program is taken apart by them"
+    return UnsupportedError(message("collect", "an equation", shown, needs, why, "one of these, or a later jax_fp4"))
+
+
+def tags_in(equation) -> Iterator[Site]:
     """The sites of all tags inside an equation."""
     for jaxpr in _jaxprs(equation.params):
         for inner in jaxpr.eqns:
@@ -74,17 +97,17 @@ def tags_in(equation) -> Iterator[str]:
 
 
 def kept_inside(jaxpr: core.Jaxpr) -> Iterator[tuple[str, str]]:
-    """(site, primitive) of all tags that `run` cannot reach."""
+    """(name, primitive) of all tags that `run` cannot reach."""
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if equation.primitive in (*_CALLS, primitives.scan_p) or name == "shard_map":
             for inner in _jaxprs(equation.params):
                 yield from kept_inside(inner)
         else:
-            yield from ((site, name) for site in tags_in(equation))
+            yield from ((site.name, name) for site in tags_in(equation))
 
 
-def _site(equation) -> str:
+def _site(equation) -> Site:
     return jax.tree.unflatten(equation.params["tree"], [None] * equation.params["tree"].num_leaves).site
 
 
@@ -97,26 +120,28 @@ def _jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
                 yield part
 
 
-def _opened(params: dict[str, Any], name: str) -> tuple[core.Jaxpr, Sequence[Any]]:
-    jaxpr = params[name]
+def _opened(equation, name: str) -> tuple[core.Jaxpr, Sequence[Any]]:
+    jaxpr = _param(equation, name)
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, core.ClosedJaxpr) else (jaxpr, ())
 
 
 def _call(equation, operands: list[Any], again: bool) -> Run:
     """In place. Shardings that jit was given stay, and remat still forbids to use the first run's values."""
-    params = equation.params
-    name = next(name for name in ("jaxpr", "call_jaxpr") if name in params)
-    if equation.primitive is primitives.remat_p and params["differentiated"]:
+    if equation.primitive is primitives.jit_p:
+        operands = _constrained(operands, _param(equation, "in_shardings"))
+        results, seen = run(*_opened(equation, "jaxpr"), operands, again)
+        return _constrained(results, _param(equation, "out_shardings")), seen
+    if equation.primitive is not primitives.remat_p:
+        return run(*_opened(equation, "call_jaxpr"), operands, again)
+    if _param(equation, "differentiated"):
         again = True
-        if params["prevent_cse"] is not False:
+        if _param(equation, "prevent_cse") is not False:
             operands = jax.lax.optimization_barrier(operands)
-    operands = _constrained(operands, params.get("in_shardings"))
-    results, seen = run(*_opened(params, name), operands, again)
-    return _constrained(results, params.get("out_shardings")), seen
+    return run(*_opened(equation, "jaxpr"), operands, again)
 
 
 def _constrained(values: list[Any], shardings) -> list[Any]:
-    pairs = zip(values, shardings or [None] * len(values), strict=True)
+    pairs = zip(values, shardings, strict=True)
     return [jax.lax.with_sharding_constraint(v, s) if isinstance(s, Sharding) else v for v, s in pairs]
 
 
@@ -126,8 +151,7 @@ def _ndim(atom) -> int:
 
 def _scan(equation, operands: list[Any], again: bool) -> Run:
     """With the records of each step stacked, as other results are."""
-    params = equation.params
-    body, consts = _opened(params, "jaxpr")
+    body, consts = _opened(equation, "jaxpr")
     # What jax 0.10 and 0.12 say differently of operands (constants, carry, xs) and results (carry, ys): xs and ys have
     # one dimension more outside.
     carried = sum(_ndim(o) == _ndim(i) for o, i in zip(equation.outvars, body.outvars, strict=True))
@@ -139,27 +163,26 @@ def _scan(equation, operands: list[Any], again: bool) -> Run:
         results, seen = run(body, consts, [*fixed, *carry, *x], again)
         return results[:carried], (results[carried:], seen)
 
-    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    how = {name: _param(equation, name) for name in ("length", "reverse", "unroll")}
     carry, (ys, seen) = jax.lax.scan(step, carry, xs, **how)
     return [*carry, *ys], seen
 
 
 def _shard_map(equation, operands: list[Any], again: bool) -> Run:
     """With the records of all devices, added up."""
-    params = equation.params
-    axes = params["newly_manual_axes"]
+    axes, mesh = _param(equation, "newly_manual_axes"), _param(equation, "mesh")
 
     def part(*arguments):
-        results, seen = run(*_opened(params, "jaxpr"), arguments, again)
+        results, seen = run(*_opened(equation, "jaxpr"), arguments, again)
         return tuple(results), jax.tree.map(lambda leaf: vary(leaf, axes)[None], seen)
 
-    over = PartitionSpec(tuple(axis for axis in params["mesh"].axis_names if axis in axes))
+    over = PartitionSpec(tuple(axis for axis in mesh.axis_names if axis in axes))
     results, seen = jax.shard_map(
         part,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(tuple(params["out_specs"]), over),
+        mesh=mesh,
+        in_specs=tuple(_param(equation, "in_specs")),
+        out_specs=(tuple(_param(equation, "out_specs")), over),
         axis_names=axes,
-        check_vma=params["check_vma"],
+        check_vma=_param(equation, "check_vma"),
     )(*operands)
     return list(results), [dataclasses.replace(one, record=merged(one.record)) for one in seen]

@@ -5,9 +5,13 @@ operands: whatever keeps the result in a program keeps them too, through jit, sc
 collector nothing of this is traced. The context is part of jit's cache key.
 
 All is kept as sums and maxima, which can be added up over devices; ratios are taken at the end.
+
+`partial_eval.dce_rules`, which says that a tag lives as long as its values, is no documented API of JAX; nor is what
+`_harvest` reads of equations.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -31,7 +35,7 @@ Phase = Literal["forward", "backward"]
 
 class Sums(NamedTuple):
     """Of a value and what it stands for, both divided by `scale`, the largest magnitude of the latter: squares of small
-    gradients would be 0 in float32."""
+    gradients would be 0 in float32. Where that is 0, they are not divided."""
 
     scale: Float[Array, ""]
     signal: Float[Array, ""]  # reference^2
@@ -69,22 +73,31 @@ class Backward(NamedTuple):
     wgrad: Sums | None
 
 
+class Site(NamedTuple):
+    """A call in Python, whose forward and backward are one layer. A trace that runs again is the same call."""
+
+    name: str  # the path of its layer, or the op, and which kernel of several
+    number: int  # in this process
+
+
+_numbers = itertools.count()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Seen:
     """What one run of a tag saw."""
 
     record: Any  # Forward or Backward
-    site: str = dataclasses.field(metadata={"static": True})
+    site: Site = dataclasses.field(metadata={"static": True})
     phase: Phase = dataclasses.field(metadata={"static": True})
 
 
-def site(op: str, recipe: object | None, kernel: str = "") -> str | None:
-    """The name of a call: the path of its layer, or the op, and which kernel of several. None where nobody collects and
-    for what is not quantized."""
+def site(op: str, recipe: object | None, kernel: str = "") -> Site | None:
+    """Of a call that is traced now. None where nobody collects and for what is not quantized."""
     if not observing.value or recipe is None:
         return None
-    return "/".join(filter(None, [_record.path() or op, kernel]))
+    return Site("/".join(filter(None, [_record.path() or op, kernel])), next(_numbers))
 
 
 # --- the tag ---
@@ -93,7 +106,7 @@ tag_p = core.Primitive("jax_fp4_observe")
 tag_p.multiple_results = True
 
 
-def tag(values: list[Any], record: Forward | Backward, site: str) -> list[Any]:
+def tag(values: list[Any], record: Forward | Backward, site: Site) -> list[Any]:
     """The values, which from here on bring the record with them."""
     seen = Seen(record, site, "forward" if isinstance(record, Forward) else "backward")
     leaves, tree = jax.tree.flatten(seen)
@@ -157,9 +170,8 @@ def _backward(dy, q, group_sizes, dgrad, wgrad) -> Backward:
 
 def _sums(value: Array, reference: Array) -> Sums:
     value, reference = value.astype(jnp.float32), reference.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(reference), initial=0)
-    scale = jnp.where(largest == 0, 1, largest)
-    v, r = value / scale, reference / scale
+    scale = jnp.max(jnp.abs(reference), initial=0)
+    v, r = (a / jnp.where(scale == 0, 1, scale) for a in (value, reference))
     return Sums(scale, jnp.sum(r * r), jnp.sum(jnp.square(r - v)), jnp.sum(v * v), jnp.sum(r * v))
 
 
@@ -213,9 +225,10 @@ def merged(seen: Any) -> Any:
     def of(node):
         if isinstance(node, Sums):
             top = jnp.max(node.scale, axis=0)
-            terms = {
-                name: jnp.sum(term * jnp.square(node.scale / top), axis=0) for name, term in node._asdict().items()
-            }
+            # Of parts that are all zeros, which have no scale, a factor may be inf, and the terms are 0.
+            scale, whole = (jnp.where(a == 0, 1, a) for a in (node.scale, top))
+            factor = jnp.square(scale / whole)
+            terms = {n: jnp.sum(jnp.where(a == 0, 0, a * factor), axis=0) for n, a in node._asdict().items()}
             return Sums(**(terms | {"scale": top}))
         if isinstance(node, OperandSums):
             counts = {name: jnp.sum(getattr(node, name), axis=0) for name in node._fields[1:5]}

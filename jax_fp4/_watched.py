@@ -9,20 +9,21 @@ from jaxtyping import Array, Float
 
 from jax_fp4 import _modes, _observe, _record
 from jax_fp4._modes import Needs, Planes, Residuals, Scales
+from jax_fp4._observe import Site
 from jax_fp4._placement import LOCAL, Placement
 from jax_fp4._recipe import Recipe, scaling_of
 
 
 class Watch(NamedTuple):
-    """The name of a product, and its operands before they were quantized."""
+    """A product, and its operands before they were quantized."""
 
-    site: str
+    site: Site
     x: Any
     kernel: Any
     placement: Placement
 
     @classmethod
-    def of(cls, site: str | None, *operands: Any) -> "Watch | None":
+    def of(cls, site: Site | None, *operands: Any) -> "Watch | None":
         return None if site is None else cls(site, *operands)
 
 
@@ -43,7 +44,7 @@ def multiply(
 
 
 def residuals(
-    site: str | None, x, kernel: Any, seed, qx: Planes, qw: Planes, recipe: Recipe | None, needs: Needs,
+    site: Site | None, x, kernel: Any, seed, qx: Planes, qw: Planes, recipe: Recipe | None, needs: Needs,
     group_sizes=None, placement: Placement = LOCAL,
 ) -> Residuals:  # fmt: skip
     kept = _modes.residuals(x, kernel, seed, qx, qw, recipe, needs, group_sizes, placement)
@@ -54,7 +55,7 @@ def residuals(
 
 
 def gradients(
-    site: str | None, dy: Float[Array, "*m n"], kept: Residuals, recipe: Recipe | None, dtypes: tuple[Any, Any],
+    site: Site | None, dy: Float[Array, "*m n"], kept: Residuals, recipe: Recipe | None, dtypes: tuple[Any, Any],
     group_sizes=None, scales: Scales | None = None, placement: Placement = LOCAL,
 ) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
     dx, dw, amax = _modes.gradients(dy, kept, recipe, dtypes, group_sizes, scales, placement)

@@ -13,10 +13,11 @@ import csv
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_fp4 import _figure, _harvest
 from jax_fp4._errors import UnsupportedError, message
-from jax_fp4._observe import Backward, Forward, OperandSums, Seen, Sums, observing
+from jax_fp4._observe import Backward, Forward, OperandSums, Seen, Site, Sums, observing
 
 
 @jax.tree_util.register_dataclass
@@ -86,12 +87,18 @@ PARTS = ("forward", "dgrad", "wgrad", "x", "kernel", "dy")
 def collect(fn: Callable) -> Callable[..., tuple[Any, Layers]]:
     """A function of the same arguments that returns (what fn returns, {name: Layer}).
 
-    fn: any function of arrays, jitted or not: a loss, or its gradient for the products of the backward. It may contain
-    jit, grad, scan, remat, vmap and shard_map. What collect returns is jitted, and may be part of a jitted function.
+    fn: any function, jitted or not: a loss, or its gradient for the products of the backward. It may contain jit, grad,
+    scan, remat, vmap and shard_map; what a jit in it donates, is not. What collect returns is jitted, and may be part
+    of a jitted function. Of its arguments, arrays of JAX and NumPy are traced. Everything else (Python's numbers too)
+    is static: it reaches fn as it is, must be hashable, and another value compiles another program.
     Names are the paths of layers, or the function's name where there is none ("dense"), with "/w_in" and "/w_out" for
     the two products of an MLP; a second call under one name is "name#1". (Blocks under one nnx.jit trace share theirs.)
-    They are sorted. Layers in high precision have no entry; `jax_fp4.report` lists them. While it collects, a program
-    computes each product twice and keeps x and w for the backward beside what it keeps anyway.
+    Linen knows the paths of its layers; those of NNX have one after `jax_fp4.nnx.quantize_model`, not where they were
+    made with recipe=. Layers come in the order of the program, which jit keeps (an OrderedDict). Those in high
+    precision have no entry; `jax_fp4.report` lists them. While it collects, a program computes each product twice and
+    keeps x and w for the backward beside what it keeps anyway.
+    A backward belongs to its own call. Only of a trace that runs again (one jitted function, called twice) it is told
+    by the order: backwards in the reverse order of their forwards, as a gradient has them.
     Inside shard_map, statistics are of all devices' parts together, and products those that a device makes, before they
     are summed over devices.
 
@@ -100,10 +107,10 @@ def collect(fn: Callable) -> Callable[..., tuple[Any, Layers]]:
     it is given is lost, as under jax.jit: return what you need.
     """
 
-    @functools.wraps(fn)
-    def collected(*args, **kwargs):
+    @functools.partial(jax.jit, static_argnums=1)
+    def traced(arrays: list[Any], static: _Static):
         with observing(True):
-            closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+            closed, shape = jax.make_jaxpr(lambda arrays: static.call(fn, arrays), return_shape=True)(arrays)
         _warn_of_missing(closed.jaxpr)
 
         @jax.custom_jvp
@@ -111,10 +118,46 @@ def collect(fn: Callable) -> Callable[..., tuple[Any, Layers]]:
             return _harvest.run(closed.jaxpr, consts, leaves)
 
         run.defjvp(_refuse_differentiation)
-        results, seen = run(closed.consts, jax.tree.leaves((args, kwargs)))
+        results, seen = run(closed.consts, arrays)
         return jax.tree.unflatten(jax.tree.structure(shape), results), _layers(seen)
 
-    return jax.jit(collected)
+    @functools.wraps(fn)
+    def collected(*args, **kwargs):
+        return traced(*_Static.split(args, kwargs))
+
+    return collected
+
+
+_ARRAYS = jax.Array | np.ndarray | np.number | np.bool_
+
+
+class _Static(NamedTuple):
+    """The arguments of a call without their arrays."""
+
+    tree: Any
+    others: tuple[tuple[type, Any] | None, ...]  # of each leaf; None for an array. With its type: 1 == True
+
+    @classmethod
+    def split(cls, args: tuple, kwargs: dict[str, Any]) -> "tuple[list[Any], _Static]":
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        others = tuple(None if isinstance(leaf, _ARRAYS) else (type(leaf), _hashable(leaf)) for leaf in leaves)
+        return [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)], cls(tree, others)
+
+    def call(self, fn: Callable, arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        leaves = [next(rest) if other is None else other[1] for other in self.others]
+        args, kwargs = jax.tree.unflatten(self.tree, leaves)
+        return fn(*args, **kwargs)
+
+
+def _hashable(leaf: Any) -> Any:
+    try:
+        hash(leaf)
+    except TypeError:
+        shown, needs = f"a {type(leaf).__name__}", "an array, or what can be hashed"
+        why, fix = "a program is compiled for each other value", "a function that has it: collect(lambda x: fn(x, it))"
+        raise TypeError(message("collect", "an argument", shown, needs, why, fix)) from None
+    return leaf
 
 
 def _refuse_differentiation(*_):
@@ -133,22 +176,22 @@ def _warn_of_missing(jaxpr) -> None:
 
 
 def _layers(seen: list[Seen]) -> Layers:
-    """Backwards come in the reverse order of their forwards: each belongs to the last one of its name that has none."""
+    """Each backward with the forward of its site; of a trace that ran again, with the last one that has none."""
     calls: list[tuple[str, Forward | None, Backward | None]] = []
+    alone: defaultdict[Site, list[int]] = defaultdict(list)  # the forwards without a backward
     for one in seen:
         if one.phase == "forward":
-            calls.append((one.site, one.record, None))
-            continue
-        alone = [i for i, (site, _, backward) in enumerate(calls) if site == one.site and backward is None]
-        if alone:
-            calls[alone[-1]] = (*calls[alone[-1]][:2], one.record)
+            alone[one.site].append(len(calls))
+            calls.append((one.site.name, one.record, None))
+        elif alone[one.site]:
+            i = alone[one.site].pop()
+            calls[i] = (*calls[i][:2], one.record)
         else:
-            calls.append((one.site, None, one.record))
-    layers, times = {}, dict.fromkeys((site for site, *_ in calls), 0)
-    for site, forward, backward in calls:
-        name = f"{site}#{times[site]}" if times[site] else site
-        times[site] += 1
-        layers[name] = _layer(forward, backward)
+            calls.append((one.site.name, None, one.record))
+    layers, times = OrderedDict(), Counter()
+    for name, forward, backward in calls:
+        layers[f"{name}#{times[name]}" if times[name] else name] = _layer(forward, backward)
+        times[name] += 1
     return layers
 
 
@@ -188,7 +231,7 @@ def _operand(sums: OperandSums) -> Operand:
 
 def rows(layers: Layers) -> dict[str, dict[str, float]]:
     """The numbers of each layer, {"block0/qkv": {"dgrad/cosine": 0.99, ...}}; of a stack there is a row for each index,
-    "block/2". Of tokens_per_expert: min, mean and max. Waits for the arrays."""
+    "block[2]". Of tokens_per_expert: min, mean and max. Waits for the arrays."""
     table: dict[str, dict[str, float]] = {}
     for name, layer in jax.device_get(layers).items():
         parts = ((part, getattr(layer, part)) for part in PARTS)
@@ -198,7 +241,8 @@ def rows(layers: Layers) -> dict[str, dict[str, float]]:
             arrays |= {f"tokens_per_expert/{measure}": of(tokens, axis=-1) for measure, of in measures.items()}
         for field, values in arrays.items():
             for index in np.ndindex(values.shape):
-                table.setdefault("/".join([name, *map(str, index)]), {})[field] = float(values[index])
+                row = f"{name}[{','.join(map(str, index))}]" if index else name
+                table.setdefault(row, {})[field] = float(values[index])
     return table
 
 
@@ -213,7 +257,11 @@ class ScalarWriter(Protocol):
 
 def write(layers: Layers, step: int, writer: ScalarWriter) -> None:
     """Every one of `scalars` to a TensorBoard writer (torch.utils.tensorboard, tensorboardX), or to a `CSVWriter`."""
-    for tag, value in scalars(layers).items():
+    values = scalars(layers)
+    if isinstance(writer, CSVWriter):  # which opens its file once for all
+        writer.append((step, tag, value) for tag, value in values.items())
+        return
+    for tag, value in values.items():
         writer.add_scalar(tag, value, step)
 
 
@@ -224,14 +272,14 @@ class CSVWriter:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
-            self._append("step", "tag", "value")
+            self.append([("step", "tag", "value")])
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        self._append(global_step, tag, scalar_value)
+        self.append([(global_step, tag, scalar_value)])
 
-    def _append(self, *cells: Any) -> None:
+    def append(self, lines: Iterable[tuple[Any, str, Any]]) -> None:
         with self.path.open("a", newline="") as file:
-            csv.writer(file).writerow(cells)
+            csv.writer(file).writerows(lines)
 
 
 def table(layers: Layers) -> str:
@@ -255,7 +303,8 @@ def table(layers: Layers) -> str:
 def plot(history: Layers | Sequence[tuple[int, Layers]], path: str | os.PathLike[str], title: str = "") -> None:
     """A PNG: what `collect` gave, layer by layer, and for a history of (step, what it gave) its course over the steps.
 
-    Needs matplotlib (`pip install jax_fp4[examples]`). Raises ValueError where there is nothing to show.
+    Needs matplotlib (`pip install 'jax_fp4[examples]'`), else ModuleNotFoundError. Raises ValueError where there is
+    nothing to show.
     """
     steps = [(0, history)] if isinstance(history, Mapping) else list(history)
     if not steps or not steps[-1][1]:

@@ -1,8 +1,10 @@
 """diagnostics.collect: statistics from their definitions, all layers and modes, and what a program may contain."""
 
 import csv
+import sys
 import warnings
 from functools import cache, partial
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -15,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from sharded import KEY, MODES, jit, mesh, normal, nvfp4, same
 
 import jax_fp4 as fp4
-from jax_fp4 import diagnostics, linen, nnx
+from jax_fp4 import _harvest, _observe, diagnostics, linen, nnx
 from jax_fp4.diagnostics import collect
 
 RECIPE = nvfp4("dequant")
@@ -281,7 +283,7 @@ def test_calls_of_one_function_are_told_apart():
 
     _, layers = collected(twice, W, X)
     assert list(layers) == ["dense", *(f"dense#{i}" for i in range(1, 6))]
-    calls = [layers[name] for name in sorted(layers)]
+    calls = list(layers.values())
     close([call.kernel.amax for call in calls[1::2]], [8 * calls[0].kernel.amax] * 3)
     close([call.x.amax for call in calls[::2]], np.abs(F32(X)).max() * np.float64([1, 2, 4]))
     dy = np.abs(normal(9, 24, 32)).max()
@@ -290,12 +292,87 @@ def test_calls_of_one_function_are_told_apart():
 
 
 @pytest.mark.core
+def test_a_backward_goes_with_its_own_call():
+    """A student beside a teacher that nobody differentiates, and pullbacks in the order of their forwards."""
+
+    def run(w, x):
+        return fp4.dense(x, w, recipe=RECIPE)
+
+    def distilled(w, x):
+        return jnp.sum((run(w, x) - jax.lax.stop_gradient(run(w, 100 * x))) ** 2)
+
+    def both(w, x):
+        (y, first), (_, second) = (jax.vjp(partial(run, x=scale * x), w) for scale in (2, 4))
+        return jax.grad(distilled)(w, x), first(jnp.ones_like(y)), second(3 * jnp.ones_like(y))
+
+    calls = list(look(both, W, X.astype(jnp.float32)).values())
+    close([call.x.amax / jnp.abs(X).max() for call in calls], [2, 4, 1, 100])
+    first, second, student, teacher = calls
+    assert (first.dy.amax, second.dy.amax) == (1, 3)
+    assert teacher.dy is None and teacher.wgrad is None and student.wgrad is not None
+
+
+@pytest.mark.core
+def test_layers_are_in_the_order_of_the_program():
+    def run(w, x):
+        for i in range(11):
+            x = fp4.dense(x, w[i], recipe=RECIPE)
+        return x
+
+    shapes = jax.ShapeDtypeStruct((11, 16, 16), jnp.float32), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    assert list(jax.eval_shape(collect(run), *shapes)[1]) == ["dense", *(f"dense#{i}" for i in range(1, 11))]
+
+
+@pytest.mark.core
+def test_what_is_no_array_stays_what_it_is():
+    """A count, a flag and a name choose a program, of `collect` as of a jit inside."""
+
+    @partial(jax.jit, static_argnames=("times", "train", "name"))
+    def run(x, w, times, *, train, name):
+        for _ in range(times if train else 1):
+            x = getattr(jax.nn, name)(fp4.dense(x, w["kernel"], recipe=RECIPE))
+        return x
+
+    gathered = collect(run)
+
+    def names(times, train):
+        see = lambda x, w: gathered(x, {"kernel": w}, times, train=train, name="relu")  # noqa: E731
+        return list(jax.eval_shape(see, X, np.asarray(W, X.dtype))[1])
+
+    assert names(2, True) == ["dense", "dense#1"] and names(2, False) == ["dense"]
+    assert names(1, True) == names(True, True) == ["dense"]  # which are equal, and not the same
+    with pytest.raises(TypeError, match=r"collect: an argument is a set; needs .* Try"):
+        gathered(X, {"kernel": W}, 2, train={1}, name="relu")
+
+
+@pytest.mark.core
+def test_the_report_is_that_of_the_function():
+    def run(w, x):
+        y = fp4.layernorm_mlp(x, NORM, NORM, w, w, activation="gelu", recipe=RECIPE)
+        return fp4.dense(y, w, recipe=RECIPE)
+
+    gradient = jax.grad(loss(run), (0, 1))
+    assert str(fp4.report(collect(gradient), W, X)) == str(fp4.report(gradient, W, X))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", ["differentiated", "jaxpr"])
+def test_a_jax_that_names_things_otherwise(name):
+    """The parameters of equations are no documented API."""
+    with _observe.observing(True):
+        jaxpr = jax.make_jaxpr(jax.checkpoint(partial(fp4.dense, recipe=RECIPE)))(X, W).jaxpr
+    (equation,) = jaxpr.eqns
+    params = {f"new_{key}" if key == name else key: value for key, value in equation.params.items()}
+    with pytest.raises(fp4.UnsupportedError, match=f"collect: an equation is a .* without '{name}' .*; needs .* Try"):
+        _harvest.run(jaxpr.replace(eqns=[equation.replace(params=params)]), [], [X, W])
+
+
+@pytest.mark.core
 def test_off_nothing_is_traced():
     gradient = jax.jit(jax.value_and_grad(loss(two_layers)))
     x = X.astype(jnp.float32)
     before = gradient.lower(x, W).as_text(), str(jax.make_jaxpr(gradient)(x, W))
-    _, layers = collect(gradient)(x, W)
-    assert layers
+    assert jax.eval_shape(collect(gradient), x, W)[1]
     assert (gradient.lower(x, W).as_text(), str(jax.make_jaxpr(gradient)(x, W))) == before
     assert "observe" not in before[1]
     assert "observe" not in str(jax.make_jaxpr(collect(gradient))(x, W))
@@ -312,9 +389,8 @@ def test_branches_and_while_loops_are_named():
 
     x = X.astype(jnp.float32)
     with pytest.warns(UserWarning, match=r"without dense \(in a cond\), grouped_dense \(in a while\); needs"):
-        y, layers = collect(run)(x, W)
+        _, layers = collected(run, x, W)
     assert list(layers) == ["dense"]
-    same(y, jax.jit(run)(x, W))
 
 
 @pytest.mark.core
@@ -342,7 +418,8 @@ class Model(nn.Module):
 
 @pytest.mark.core
 def test_linen_model():
-    params = jit(Model().init)(jax.random.key(0), X)
+    shapes = jax.eval_shape(Model().init, jax.random.key(0), X)
+    params = jax.tree.map(lambda leaf: normal(0, *leaf.shape, dtype=leaf.dtype) / 4, shapes)
     layers = of_gradient(Model().apply, params, X)
     assert list(layers) == ["blocks/up", "mlp/w_in", "mlp/w_out"]
     assert layers["blocks/up"].wgrad.cosine.shape == (2,) and layers["mlp/w_in"].wgrad.cosine.shape == ()
@@ -399,6 +476,19 @@ def test_inside_shard_map():
     assert abs(got.x.snr - want.x.snr) < 0.5 and 10 < got.wgrad.snr < 40
 
 
+def test_a_device_that_has_zeros_alone():
+    """Beside small numbers, whose squares are no float32 numbers."""
+    run = lambda x: fp4.dense(x, W, recipe=RECIPE)  # noqa: E731
+    x = jnp.asarray(X, jnp.float32).at[12:].set(0) * 1e-25
+    sharded = jax.shard_map(run, mesh=mesh("Auto", data=2), in_specs=P("data"), out_specs=P("data"))
+    jax.tree.map(close, look(sharded, x), look(run, x))
+
+
+@cache
+def on_one_device():
+    return look(lambda w, x: fp4.dense(x, w, recipe=RECIPE), W, X)["dense"]
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_gathered_kernel(check_vma):
@@ -411,7 +501,7 @@ def test_a_gathered_kernel(check_vma):
         out_specs=P("data"),
         check_vma=check_vma,
     )
-    got, want = of_gradient(sharded, W, X)["dense"], look(lambda w, x: fp4.dense(x, w, recipe=RECIPE), W, X)["dense"]
+    got, want = of_gradient(sharded, W, X)["dense"], on_one_device()
     jax.tree.map(close, (got.x, got.kernel, got.forward), (want.x, want.kernel, want.forward))
     assert got.wgrad.snr.shape == () and 10 < got.wgrad.snr < 40
 
@@ -419,7 +509,7 @@ def test_a_gathered_kernel(check_vma):
 # ---- for people ----
 
 
-def test_scalars_table_csv_and_plot(tmp_path):
+def test_scalars_table_csv_and_plot(tmp_path, monkeypatch):
     def layer(*shape, snr=20.0, tokens=None):
         product = diagnostics.Product(
             jnp.full(shape, snr), 1 - 0.01 * jnp.arange(1.0, 4.0)[: shape[0]] if shape else jnp.float32(1)
@@ -429,16 +519,20 @@ def test_scalars_table_csv_and_plot(tmp_path):
 
     layers = {"dense": layer(3, snr=np.nan), "moe": layer(snr=np.inf, tokens=jnp.int32([5, 0, 12]))}
     flat = diagnostics.scalars(layers)
-    close([flat[f"dense/{i}/dgrad/cosine"] for i in range(3)], [0.99, 0.98, 0.97])
-    assert flat["moe/dgrad/snr"] == np.inf and np.isnan(flat["dense/0/forward/snr"]) and "moe/wgrad/snr" not in flat
+    close([flat[f"dense[{i}]/dgrad/cosine"] for i in range(3)], [0.99, 0.98, 0.97])
+    assert flat["moe/dgrad/snr"] == np.inf and np.isnan(flat["dense[0]/forward/snr"]) and "moe/wgrad/snr" not in flat
     assert [flat[f"moe/tokens_per_expert/{of}"] for of in ("min", "mean", "max")] == [0, 17 / 3, 12]
     lines = diagnostics.table(layers).splitlines()
     assert [line.split()[0] for line in lines] == ["layer", *diagnostics.rows(layers)]
     assert len({len(line) for line in lines}) == 1 and "inf" in lines[-1]
 
-    path = tmp_path / "folder" / "diagnostics.csv"
-    for step in (0, 10):
-        diagnostics.write(layers, step, diagnostics.CSVWriter(path))
+    path, opened = tmp_path / "folder" / "diagnostics.csv", []
+    writer, open_path = diagnostics.CSVWriter(path), Path.open
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *args, **how: opened.append(args) or open_path(*args, **how))
+        for step in (0, 10):
+            diagnostics.write(layers, step, writer)
+    assert len(opened) == 2
     with path.open() as file:
         read = [(int(row["step"]), row["tag"], float(row["value"])) for row in csv.DictReader(file)]
     assert len(read) == 2 * len(flat)
@@ -452,3 +546,11 @@ def test_scalars_table_csv_and_plot(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (tmp_path / name).stat().st_size > 20_000
     with pytest.raises(ValueError, match=r"plot: history is without a layer; needs"):
         diagnostics.plot({}, tmp_path / "none.png")
+
+
+def test_plot_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
+    layer = diagnostics.Layer(*[None] * 7)
+    with pytest.raises(ModuleNotFoundError, match=r"plot: matplotlib is not .*pip install 'jax_fp4\[examples\]'"):
+        diagnostics.plot({"dense": layer}, tmp_path / "none.png")

@@ -1,5 +1,6 @@
 """The examples run, at sizes that take seconds, and the byte models they are compared with are right."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path

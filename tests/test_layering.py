@@ -16,8 +16,8 @@ PACKAGE = ROOT / "jax_fp4"
 RANKS = {
     rank: names.split()
     for rank, names in {
-        0: "_formats _errors _record _figure",
-        1: "_recipe _array _placement _minifloat checkpoint_policies",
+        0: "_formats _errors _record",
+        1: "_recipe _array _placement _minifloat _figure checkpoint_policies",
         2: "_lowering _meshes",
         3: "_groups _partition",
         4: "_choosing reference reference_fp8 _ffi _ragged _partition_rules",
