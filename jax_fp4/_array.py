@@ -1,12 +1,14 @@
 """QuantizedTensor: codes with their scales, as one value."""
 
 import dataclasses
+import json
 import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jax_fp4._errors import message
 from jax_fp4._formats import FLOAT8_FORMATS
@@ -143,3 +145,27 @@ def stored_dtypes(format: str) -> tuple[Any, Any]:
     scaling, codes = FLOAT8_FORMATS[format]
     scale = jnp.float8_e8m0fnu if scaling == "mxfp8" else jnp.float32
     return jnp.float8_e5m2 if codes == "e5m2" else jnp.float8_e4m3fn, scale
+
+
+# --- for jax.export, which serializes what a program takes and gives ---
+
+_STATIC = tuple(f.name for f in dataclasses.fields(QuantizedTensor) if f.metadata.get("static"))
+
+
+def _static_to_bytes(values: tuple) -> bytes:
+    fields = dict(zip(_STATIC, values, strict=True))
+    return json.dumps(fields | {"dtype": fields["dtype"].name}).encode()
+
+
+def _static_from_bytes(data: bytes | bytearray) -> tuple:
+    fields = json.loads(data)
+    fields |= {"dtype": np.dtype(fields["dtype"]), "block": fields["block"] and tuple(fields["block"])}
+    return tuple(fields[name] for name in _STATIC)
+
+
+export.register_pytree_node_serialization(
+    QuantizedTensor,
+    serialized_name="jax_fp4.QuantizedTensor",
+    serialize_auxdata=_static_to_bytes,
+    deserialize_auxdata=_static_from_bytes,
+)

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
@@ -46,6 +47,16 @@ class State:
     kernel: Delayed
     dy: Delayed
     calls: Float[Array, ""]
+
+
+# For jax.export, which serializes what a program takes and gives.
+export.register_namedtuple_serialization(Delayed, serialized_name="jax_fp4.delayed.Delayed")
+export.register_pytree_node_serialization(
+    State,
+    serialized_name="jax_fp4.delayed.State",
+    serialize_auxdata=lambda _: b"",
+    deserialize_auxdata=lambda _: (),
+)
 
 
 def init(recipe: DelayedScaling, shape: tuple[int, ...] = ()) -> State:

@@ -124,11 +124,44 @@ def rows(symbol: str, **how):
 
 
 @pytest.mark.core
+def test_what_a_layer_takes_and_gives_is_serialized():
+    """A frozen kernel, and the state of delayed scaling."""
+    recipe = fp4.DelayedScaling(amax_history_len=4)
+    frozen = fp4.quantize(W, axis=0, block=(16, 16))
+
+    def step(x, q, w, state):
+        def loss(w, state):
+            y = fp4.dense(fp4.dense(x, q, recipe=nvfp4("dequant")), w, recipe=recipe, state=state)
+            return jnp.sum(y.astype(jnp.float32) ** 2)
+
+        return fp4.quantize(x), jax.grad(loss, argnums=(0, 1))(w, state)
+
+    arguments = X, frozen, W_OUT, fp4.delayed.init(recipe)
+    reloaded = export.deserialize(exported(jax.jit(step))(*arguments).serialize())
+    got, want = reloaded.call(*arguments), jax.jit(step)(*arguments)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        same(a, b)
+
+
+@pytest.mark.core
 def test_symbolic_rows():
     step = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(dense(x, w).astype(jnp.float32)), (0, 1)))
     program = exported(step)(rows("b"), W)
     for m in (5, 32):
         same(program.call(X[:m], W)[1], step(X[:m], W)[1])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("symbols", ["b", "b, s", "b, 8"])
+@pytest.mark.parametrize("recipe", [nvfp4("dequant"), nvfp4("unquant"), fp4.Float8CurrentScaling()], ids=str)
+def test_symbolic_leading_dimensions(recipe, symbols):
+    def loss(x, w):
+        return jnp.sum(fp4.dense(x, w, recipe=recipe).astype(jnp.float32) ** 2)
+
+    step, x = jax.jit(jax.grad(loss, (0, 1))), X if symbols == "b" else X.reshape(4, 8, K)
+    for got, want in zip(exported(step)(rows(symbols), W).call(x, W), step(x, W), strict=True):
+        same(got, want)
 
 
 def grouped(x, w):
