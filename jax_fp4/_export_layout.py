@@ -18,13 +18,14 @@ Names = Callable[[str], str | Sequence[str]]
 Layouts = Mapping[str, str | None]
 
 _KERNELS = ("kernel", "w_in", "w_out")
+_BIASES = dict(bias="kernel", b_in="w_in", b_out="w_out")  # of which kernel
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An array, a QuantizedTensor, or a shape in their place. layout: of a kernel, a letter for each dimension, "g" of
-    stacked matrices, "k" contracted, "n" outputs; None of anything else. names: for each matrix, those of the parts
-    [n / parts, k] that its outputs are divided among."""
+    """An array, a QuantizedTensor, or a shape in their place. layout: a letter for each dimension, "g" of stacked
+    matrices, "k" contracted, "n" outputs; that of a bias has no "k", and None is anything else. names: for each matrix,
+    those of the parts [n / parts, k] that its outputs are divided among; of a bias [n / parts]."""
 
     path: str
     value: Any
@@ -34,6 +35,14 @@ class Parameter:
     @property
     def layer(self) -> str:
         return self.path.rpartition("/")[0]
+
+    @property
+    def leaf(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @property
+    def is_kernel(self) -> bool:
+        return "k" in (self.layout or "")
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -55,7 +64,10 @@ class Parameter:
     @property
     def part_shape(self) -> tuple[int, ...]:
         """Of each array in high precision in the file."""
-        return self.value.shape if self.layout is None else (self.n // len(self.names[0]), self.k)
+        if self.layout is None:
+            return self.value.shape
+        rows = self.n // len(self.names[0])
+        return (rows, self.k) if self.is_kernel else (rows,)
 
     def matrices(self, op: str) -> np.ndarray:
         """On this host: [*g, k, n]."""
@@ -65,44 +77,61 @@ class Parameter:
         """The arrays in high precision, one for each name."""
         if self.layout is None:
             return [_host(op, self.path, self.value)]
-        return self.divided(np.swapaxes(self.matrices(op), -1, -2))
+        matrices = self.matrices(op)
+        return self.divided(np.swapaxes(matrices, -1, -2) if self.is_kernel else matrices[..., 0, :])
 
     def from_dense(self, parts: list[np.ndarray]) -> np.ndarray:
         if self.layout is None:
             return parts[0]
-        return np.swapaxes(self.joined(parts), -1, -2).reshape(self.value.shape)
+        joined = self.joined(parts)
+        return (np.swapaxes(joined, -1, -2) if self.is_kernel else joined).reshape(self.value.shape)
 
     def divided(self, array: Any) -> list[np.ndarray]:
-        """[*g, n, s] -> [n / parts, s] for each name."""
+        """[*g, n, *s] -> [n / parts, *s] for each name."""
         array = np.asarray(array)
-        matrices = array.reshape(-1, *array.shape[-2:])
+        matrices = array.reshape(-1, *array.shape[len(self.groups) :])
         return [part for matrix in matrices for part in np.split(matrix, len(self.names[0]))]
 
     def joined(self, parts: list[np.ndarray]) -> np.ndarray:
-        """[n / parts, s] for each name -> [*g, n, s]."""
-        return np.concatenate(parts).reshape(*self.groups, self.n, parts[0].shape[-1])
+        """[n / parts, *s] for each name -> [*g, n, *s]."""
+        return np.concatenate(parts).reshape(*self.groups, self.n, *parts[0].shape[1:])
 
     def _count(self, letter: str) -> int:
         return (self.layout or "").count(letter)
 
 
 def parameters(
-    op: str, tree: Any, names: Names | None, layouts: Layouts | None
+    op: str, argument: str, tree: Any, names: Names | None, layouts: Layouts | None
 ) -> tuple[list[Parameter], Callable[[list], Any]]:
     """All of a tree, and what puts other leaves into their places."""
     flat, structure = tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, QuantizedTensor))
     parts = [_parts(path) for path, _ in flat]
-    paths = ["/".join(each) for each in parts]
-    refuse_unmatched(op, "layouts", layouts or {}, paths)
-    found = []
-    for path, each, (_, value) in zip(paths, parts, flat, strict=True):
-        layout = _layout(op, path, value, layouts or {})
-        groups = value.shape[: (layout or "").count("g")]
-        beside = {"/".join((*each[:-1], name)) for name in _KERNELS} & {*paths}
+    values = {"/".join(each): value for each, (_, value) in zip(parts, flat, strict=True)}
+    _check_arrays(op, argument, values)
+    refuse_unmatched(op, "layouts", layouts or {}, [*values])
+    shapes = {path: _layout(op, path, value, layouts or {}) for path, value in values.items()}
+    found: dict[str, Parameter] = {}
+    # Kernels first: a bias is divided as its kernel is.
+    for path, each in sorted(zip(values, parts, strict=True), key=lambda pair: shapes[pair[0]] is None):
+        layer, _, leaf = path.rpartition("/")
+        kernel = found.get(f"{layer}/{_BIASES.get(leaf)}".lstrip("/"))
+        layout = shapes[path] or _layout_of_bias(path, values[path], kernel, layouts or {})
+        groups = values[path].shape[: (layout or "").count("g")]
+        beside = {f"{layer}/{name}".lstrip("/") for name in _KERNELS} & {*values}
         given = (_given_names(op, name, names) for name in _default_names(each, layout, groups, bool(beside)))
-        found.append(Parameter(path, value, layout, tuple(given)))
-        _check_names(op, found[-1])
-    return found, structure.unflatten
+        found[path] = Parameter(path, values[path], layout, tuple(given))
+        _check_names(op, found[path], kernel)
+    return [found[path] for path in values], structure.unflatten
+
+
+def _check_arrays(op: str, argument: str, values: Mapping[str, Any]) -> None:
+    for path, value in values.items():
+        if not path:
+            why, fix = "a tensor is named after its path", "{'kernel': array}"
+            raise TypeError(message(op, argument, f"a bare {type(value).__name__}", "a tree", why, fix))
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            why, fix = "a file keeps arrays", "the parameters alone, without what else a state holds"
+            raise TypeError(message(op, f"{path} of {argument}", f"a {type(value).__name__}", "an array", why, fix))
 
 
 def refuse_unmatched(op: str, argument: str, patterns: Mapping[str, Any], paths: list[str]) -> None:
@@ -111,6 +140,11 @@ def refuse_unmatched(op: str, argument: str, patterns: Mapping[str, Any], paths:
         if not any(re.fullmatch(pattern, path) for path in paths):
             shown, why = f"with {pattern!r}, which matches nothing", f"paths are like {paths[:3]}"
             raise ValueError(message(op, argument, shown, "the whole path of a kernel", why, "one of the paths"))
+
+
+def first_match(by_pattern: Mapping[str, Any], path: str) -> Any:
+    """None where there is none."""
+    return next((value for pattern, value in by_pattern.items() if re.fullmatch(pattern, path)), None)
 
 
 def _parts(path: tuple) -> tuple[str, ...]:
@@ -139,6 +173,15 @@ def _layout(op: str, path: str, value: Any, layouts: Layouts) -> str | None:
     return layout
 
 
+def _layout_of_bias(path: str, value: Any, kernel: Parameter | None, layouts: Layouts) -> str | None:
+    """The part of its kernel's layout that a bias has too: a vector for each matrix."""
+    if kernel is None or not kernel.is_kernel or any(re.fullmatch(pattern, path) for pattern in layouts):
+        return None
+    g = len(kernel.groups)
+    fits = value.shape[:g] == kernel.groups and len(value.shape) > g and math.prod(value.shape[g:]) == kernel.n
+    return "g" * g + "n" * (len(value.shape) - g) if fits else None
+
+
 def _default_names(parts: tuple[str, ...], layout: str | None, groups: tuple[int, ...], beside: bool) -> Iterator[str]:
     """One for each matrix. beside: a kernel has the name "weight" in this layer."""
     *layer, leaf = parts
@@ -146,10 +189,11 @@ def _default_names(parts: tuple[str, ...], layout: str | None, groups: tuple[int
         weight = leaf == "embedding" or (leaf == "scale" and not beside)
         yield ".".join((*layer, "weight" if weight else leaf))
         return
+    kernel, kind = (leaf, "weight") if "k" in layout else (_BIASES[leaf], "bias")
     for index in np.ndindex(*groups):
         numbers = [str(i) for i in index]
-        kernel = numbers if leaf == "kernel" else [*(["experts"] if numbers else []), *numbers, leaf]
-        yield ".".join((*layer, *kernel, "weight"))
+        within = numbers if kernel == "kernel" else [*(["experts"] if numbers else []), *numbers, kernel]
+        yield ".".join((*layer, *within, kind))
 
 
 def _given_names(op: str, name: str, names: Names | None) -> tuple[str, ...]:
@@ -163,20 +207,24 @@ def _given_names(op: str, name: str, names: Names | None) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _check_names(op: str, p: Parameter) -> None:
+def _check_names(op: str, p: Parameter, kernel: Parameter | None) -> None:
+    """kernel: that of a bias."""
     counts = {len(names) for names in p.names}
     if p.layout is None:
         if counts != {1}:
             shown, why = f"several for {p.path!r}", "only the outputs of a kernel are divided"
             raise ValueError(message(op, "names", shown, "one name", why, "one name, or a layout for it"))
         return
-    wrong = [name for name in p.flat_names if not name.endswith(".weight") and name != "weight"]
-    if wrong:
+    if p.is_kernel and (wrong := [name for name in p.flat_names if not re.fullmatch(r"(.*\.)?weight", name)]):
         shown, why = f"{wrong[0]!r} for {p.path!r}", "weight_scale and weight_scale_2 are named after it"
         raise ValueError(message(op, "names", shown, "a name that ends with .weight", why, f"'{wrong[0]}.weight'"))
-    if len(counts) != 1 or p.n % max(counts):
+    if len(counts) > 1 or (counts and p.n % max(counts)):
         shown, why = f"{sorted(counts)} names for {p.path!r}", f"its {p.n} outputs are divided equally"
         raise ValueError(message(op, "names", shown, "a number that divides them", why, "one name"))
+    if not p.is_kernel and kernel is not None and counts != (needed := {len(names) for names in kernel.names}):
+        shown, needs = f"{sorted(counts)} names for {p.path!r}", f"{sorted(needed)}, as for {kernel.path!r}"
+        fix = f"lambda name: ... for {p.flat_names[0]!r} too"
+        raise ValueError(message(op, "names", shown, needs, "a bias is divided as its kernel is", fix))
 
 
 def _host(op: str, path: str, array: Any) -> np.ndarray:

@@ -24,7 +24,7 @@ from jax_fp4._arguments import check_float
 from jax_fp4._errors import message
 from jax_fp4._placement import Axes, alike, axes_and_size, size_of
 from jax_fp4._recipe import check_choice
-from jax_fp4._rules import is_kept, keep, primals
+from jax_fp4._rules import is_kept, keep, named_order, primals
 
 
 class Routing(NamedTuple):
@@ -91,6 +91,7 @@ def route(
     log_scores = jax.nn.log_softmax(logits) if score == "softmax" else jax.nn.log_sigmoid(logits)
     scores = jnp.exp(log_scores)
     experts = _choose(*jax.lax.stop_gradient((logits, scores, bias)), top_k, expert_groups, top_expert_groups)
+    (experts,) = named_order(experts)
     chosen = jnp.take_along_axis(log_scores, experts, axis=-1)
     weights = jax.nn.softmax(chosen) if normalize else jnp.exp(chosen)
     share = scores if score == "softmax" else jax.nn.softmax(log_scores)
@@ -116,6 +117,7 @@ def group_tokens(x: Float[Array, "*b d"], experts: Int32[Array, "*b k"], num_exp
     key, order = jax.lax.sort((key, jnp.arange(n, dtype=jnp.int32)), num_keys=1, is_stable=True)
     order = jnp.where(key < num_experts, order, n)
     group_sizes = jnp.zeros(num_experts, jnp.int32).at[key].add(1, mode="drop")
+    group_sizes, order = named_order(group_sizes, order)
     tokens = jnp.asarray(x).reshape(n // top_k, x.shape[-1])
     return Grouped(_spread(*alike(tokens, order), top_k), group_sizes, order)
 

@@ -62,6 +62,12 @@ def named(q: QuantizedTensor) -> QuantizedTensor:
     return dataclasses.replace(q, codes=codes, block_scale=block_scale, amax=amax)
 
 
+def named_order(*indices: Any) -> tuple[Any, ...]:
+    """The integers that packed rows are ordered by, under the name of the rows: a policy keeps both or neither. Logits
+    that are computed again may differ in a last bit, and then choose other experts than the rows that were kept."""
+    return tuple(checkpoint_name(each, QUANTIZED) for each in indices)
+
+
 def _empty(leaf) -> Any:
     # 8-bit floats from bytes: E8M0 has no zero, and of none of them jax_debug_nans would still complain.
     small = jnp.zeros(0, jnp.uint8 if leaf.dtype.itemsize == 1 else leaf.dtype)

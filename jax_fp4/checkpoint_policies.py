@@ -5,7 +5,8 @@
 
 The layers name three kinds of values, for these policies and for your own:
 
-QUANTIZED       packed codes, block scales and amaxes of x and of the kernel, for forward and backward
+QUANTIZED       packed codes, block scales and amaxes of x and of the kernel, for forward and backward; and of experts
+                what their rows are ordered by, a few int32 for each token, lest kept rows meet another order
 HIGH_PRECISION  x in the compute dtype, as the weight gradient of backward mode "unquant" reads it
 PRODUCT         what a product gives: y of a layer, and the activation's input of one with two products
 
@@ -56,7 +57,7 @@ _POLICIES = {"save_quantized": save_quantized, "save_products": save_products, "
 
 def named(name: str) -> Policy:
     """The policy of this module with that name, for configuration files. Raises ValueError where there is none."""
-    if name not in _POLICIES:
+    if not isinstance(name, str) or name not in _POLICIES:
         why, fix = "these are the policies of this module", "a name of jax.checkpoint_policies there"
         raise ValueError(message("checkpoint_policies.named", "name", repr(name), " or ".join(_POLICIES), why, fix))
     return _POLICIES[name]

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
 from jax_fp4._array import QuantizedTensor, scaling, stored_dtypes
@@ -50,16 +51,18 @@ def to_state(tree: Any) -> Any:
 def from_state(state: Any, like: Any = None) -> Any:
     """The inverse of `to_state`: `state` with a QuantizedTensor for each of its dicts, bit for bit what was saved.
 
-    like: the tree that is expected, of arrays or of `jax.ShapeDtypeStruct`: its quantized tensors are those of `state`.
+    like: the tree that is expected, of arrays or of `jax.ShapeDtypeStruct`: its leaves are those of `state`, by path.
     A QuantizedTensor in `state`, saved without `to_state`, is checked as far as its arrays tell.
 
     Raises ValueError, with the path, for a missing array, for one of another dtype than its format has (a restore that
-    converted it), and for a tensor that has other static fields or shapes than that of `like`.
+    converted it), for a tensor that has other static fields than that of `like`, and for any leaf that `like` has not,
+    or has of another shape or dtype; TypeError under jit, where the static fields have no values.
     """
     op = "checkpoints.from_state"
     tree = tree_map_with_path(lambda path, node: _restored(op, _name(path), node), state, is_leaf=_is_either)
     if like is not None:
         _check_alike(op, _tensors(tree), _tensors(like))
+        _check_leaves(op, _others(tree), _others(like))
     return tree
 
 
@@ -108,6 +111,11 @@ def _tensors(tree: Any) -> dict[str, QuantizedTensor]:
     return {_name(path): node for path, node in found if _is_tensor(node)}
 
 
+def _others(tree: Any) -> dict[str, Any]:
+    found = tree_flatten_with_path(tree, is_leaf=_is_tensor)[0]
+    return {_name(path): node for path, node in found if not _is_tensor(node)}
+
+
 # --- one tensor ---
 
 
@@ -137,6 +145,9 @@ def _restored(op: str, path: str, node: Any) -> Any:
 
 
 def _static_fields(op: str, path: str, array: Any) -> dict[str, Any]:
+    if isinstance(array, Tracer):
+        needs, why = "an array with values", "the static fields decide what is traced"
+        raise TypeError(message(op, path, "traced", needs, why, "the call outside of jax.jit, right after the restore"))
     try:
         fields = json.loads(np.asarray(array).astype(np.uint8).tobytes())
         if set(fields) != set(_STATIC) or fields["format"] not in FORMATS:
@@ -186,14 +197,31 @@ def _check_alike(op: str, tensors: dict[str, QuantizedTensor], expected: dict[st
         _check_like(op, path, _arrays(saved), _arrays(wanted), "a `like` of the shapes that were saved")
 
 
+def _check_leaves(op: str, given: dict[str, Any], expected: dict[str, Any]) -> None:
+    fix = "a restore into, and a `like` of, the tree that was saved"
+    for path in sorted({*given, *expected}):
+        if path not in expected:
+            needs, why = "none", "`like` has no such leaf"
+            raise ValueError(message(op, path, f"a leaf, {_kind(given[path])}", needs, why, fix))
+        _check_leaf(op, path, given, expected[path], fix)
+
+
 def _check_like(op: str, path: str, state: Any, like: Any, fix: str) -> None:
     """The same arrays: none missing, and each of the same shape and dtype."""
-    given = {_name(p): leaf for p, leaf in tree_flatten_with_path(state)[0]}
+    given = {f"{path}/{_name(p)}": leaf for p, leaf in tree_flatten_with_path(state)[0]}
     for p, leaf in tree_flatten_with_path(like)[0]:
-        name, needs = _name(p), f"{leaf.dtype} {tuple(leaf.shape)}"
-        if name not in given:
-            raise ValueError(message(op, f"{path}/{name}", "missing", needs, "it is part of the whole", fix))
-        have = given[name]
-        if (have.dtype, tuple(have.shape)) != (leaf.dtype, tuple(leaf.shape)):
-            shown, why = f"{have.dtype} {tuple(have.shape)}", "that is what it is restored into"
-            raise ValueError(message(op, f"{path}/{name}", shown, needs, why, fix))
+        _check_leaf(op, f"{path}/{_name(p)}", given, leaf, fix)
+
+
+def _check_leaf(op: str, path: str, given: Mapping[str, Any], like: Any, fix: str) -> None:
+    needs = _kind(like)
+    if path not in given:
+        raise ValueError(message(op, path, "missing", needs, "it is part of the whole", fix))
+    if (shown := _kind(given[path])) != needs:
+        raise ValueError(message(op, path, shown, needs, "that is what it is restored into", fix))
+
+
+def _kind(leaf: Any) -> str:
+    """dtype and shape of an array, or of what stands in its place; the type of any other leaf."""
+    array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if array else f"a {type(leaf).__name__}"

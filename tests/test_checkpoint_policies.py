@@ -253,11 +253,8 @@ def test_nnx(scanned):
         loss = lambda layers: jnp.sum(once(layers, x).astype(jnp.float32) ** 2)  # noqa: E731
         return flax_nnx.grad(loss)(make(rngs))
 
-    kinds = {
-        "none": lambda f: f,
-        "nothing": flax_nnx.remat,
-        "quantized": partial(flax_nnx.remat, policy=save_quantized),
-    }
+    policies = dict(nothing=None, quantized=save_quantized)
+    kinds = {"none": REMAT["none"]} | {name: partial(flax_nnx.remat, policy=p) for name, p in policies.items()}
     found = {name: calls(partial(step, remat), X) for name, remat in kinds.items()}
     assert found["nothing"] > found["quantized"] == found["none"] > 0
     if not scanned:
@@ -344,10 +341,8 @@ def test_offload():
     assert len(to_host) >= len(FORWARD + BACKWARD)
 
 
-# --- by name ---
-
-
 def test_policies_by_name():
     for name in ("save_quantized", "save_products", "save_and_offload"):
         assert checkpoint_policies.named(name) is getattr(checkpoint_policies, name)
     refused(lambda: checkpoint_policies.named("save_quantised"), ValueError, "named: name is 'save_quantised'")
+    refused(lambda: checkpoint_policies.named(["a"]), ValueError, r"named: name is \['a'\]")

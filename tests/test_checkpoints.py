@@ -182,6 +182,30 @@ def test_a_restore_that_changes_a_dtype_is_an_error(tmp_path, leaf, dtype, raw):
         checkpoints.from_state(state)
 
 
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"b": jnp.ones(3, jnp.bfloat16)}, r"layer/b is bfloat16 \(3,\); needs float32 \(4,\)"),
+        ({"b": jnp.ones((4, 1))}, r"layer/b is float32 \(4, 1\); needs float32 \(4,\)"),
+        ({}, r"layer/b is missing; needs float32 \(4,\)"),
+        ({"b": jnp.ones(4), "c": jnp.ones(2)}, r"layer/c is a leaf, float32 \(2,\); needs none"),
+        ({"b": 3}, r"layer/b is a int; needs float32 \(4,\)"),
+    ],
+)
+def test_any_leaf_that_is_not_as_like_has_it_is_an_error(state, text):
+    like = {"layer": {"b": jax.ShapeDtypeStruct((4,), jnp.float32)}, **one()}
+    same_bits(
+        checkpoints.from_state(checkpoints.to_state({"layer": {"b": jnp.ones(4)}, **one()}), like)["w"], one()["w"]
+    )
+    with pytest.raises(ValueError, match=f"from_state: {text}.*Try"):
+        checkpoints.from_state(checkpoints.to_state({"layer": state, **one()}), like)
+
+
+def test_under_jit_nothing_is_said_of_the_checkpoint():
+    with pytest.raises(TypeError, match=r"from_state: w/quantized_tensor is traced; needs.*outside of jax.jit"):
+        jax.jit(checkpoints.from_state)(checkpoints.to_state(one()))
+
+
 @pytest.mark.parametrize("leaf", ["codes", "block_scale", "amax", checkpoints.STATIC])
 def test_a_missing_leaf_is_an_error(tmp_path, leaf):
     whole = checkpoints.to_state(one())

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_fp4 as fp4
-from jax_fp4 import export, linen
+from jax_fp4 import _export_file, export, linen
 from jax_fp4 import nnx as fp4_nnx
 
 pytestmark = pytest.mark.core
@@ -59,6 +59,12 @@ def raw(folder):
     return {
         name: (entry["dtype"], tuple(entry["shape"]), data[spans[name]]) for name, entry in header.items()
     }, metadata
+
+
+def arrays(folder):
+    """All tensors of a folder, and what `save` noted of them."""
+    tensors, facts = _export_file.tensors_of("test", folder)
+    return {name: stored.read() for name, stored in tensors.items()}, facts
 
 
 def e4m3(byte):
@@ -175,11 +181,16 @@ def test_a_linen_model_reloads_bit_for_bit(tmp_path):
     assert tensors["query.weight"][:2] == ("U8", (32, K // 2)) and tensors["out.weight"][:2] == ("U8", (K, 16))
     assert tensors["head.weight"] == ("F32", (11, N), np.asarray(params["head"]["kernel"]).T.tobytes())
     assert tensors["embed.weight"][:2] == ("F32", (11, K)) and tensors["norm.weight"][1] == (K,)
-    assert tensors["query.bias"][1] == (4, 8)
+    assert tensors["query.bias"][1] == (32,)
     assert metadata["format"] == "pt"
     config = json.loads((tmp_path / "hf_quant_config.json").read_text())
     assert config["producer"]["name"] == "modelopt"
-    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["head"], "kv_cache_quant_algo": None}
+    quantization = {
+        "quant_algo": "W4A16_NVFP4",
+        "group_size": 16,
+        "exclude_modules": ["head"],
+        "kv_cache_quant_algo": None,
+    }
     assert config["quantization"] == quantization
 
 
@@ -251,7 +262,7 @@ def test_a_file_of_other_origin(tmp_path, variant, shape):
     """No amax in the header, B unknown, [1] for a scale: the same weights up to rounding."""
     params = {"up": {"kernel": W.astype(BF16)}}
     export.save(tmp_path, params, VARIANTS[variant], dtype=BF16)
-    tensors, _ = export._read("test", tmp_path)
+    tensors, _ = arrays(tmp_path)
     ours = fp4.dequantize(export.load(tmp_path, params)["up"]["kernel"], jnp.float32)
     tensors["up.weight_scale_2"] = np.array(tensors["up.weight_scale_2"]).reshape(shape)
     tensors["up.input_scale"] = np.ones((), np.float32)
@@ -268,6 +279,162 @@ def test_a_model_in_several_files(tmp_path):
         (tmp_path / name / "model.safetensors").rename(tmp_path / f"{name}.safetensors")
     got = export.load(tmp_path, params)
     jax.tree.map(same_bits, got["down"]["kernel"], fp4.quantize(W.T[:32], axis=0, dtype=BF16, block=(16, 16)))
+
+
+# --- settings of the layers ---
+
+OTHER = VARIANTS["four_over_six"]
+
+
+@pytest.mark.parametrize("out_recipe", [OTHER, fp4.HIGH_PRECISION, fp4.Rules([("mlp", OTHER)])])
+def test_the_second_product_has_its_own_recipe(tmp_path, out_recipe):
+    own = OTHER if isinstance(out_recipe, fp4.Rules) else out_recipe
+    layer = linen.LayerNormMLP(32, N, dtype=BF16, recipe=RECIPE, out_recipe=own)
+    params = random_params(layer, X)
+    export.save(tmp_path, {"mlp": params}, RECIPE, dtype=BF16, out_recipe=out_recipe)
+    got = export.load(tmp_path, {"mlp": params})["mlp"]
+    assert isinstance(got["w_out"], fp4.QuantizedTensor) == (own is OTHER)
+    arrays = {name: got[name] for name in ("w_in", "w_out", "b_in", "b_out")}
+    how = dict(recipe=RECIPE, out_recipe=own)
+    y = fp4.layernorm_mlp(X, got["scale"], got["norm_bias"], **arrays, **how)
+    same_bits(y, layer.apply({"params": params}, X))
+
+
+@pytest.mark.parametrize("framework", ["linen", "nnx"])
+@pytest.mark.parametrize("router_recipe", [OTHER, None, fp4.Rules([("router", OTHER)])])
+def test_a_router_has_its_own_recipe(tmp_path, framework, router_recipe):
+    own = RECIPE if router_recipe is None else OTHER
+    how = dict(dtype=BF16, recipe=RECIPE, router_recipe=own, use_bias=True)
+    if framework == "linen":
+        layer = linen.MoE(num_experts=3, features=32, **how)
+        params = random_params(layer, X)
+        want, _ = layer.apply({"params": params}, X)
+    else:
+        layer = fp4_nnx.MoE(3, K, 32, rngs=nnx.Rngs(0), **how)
+        params, (want, _) = nnx.to_pure_dict(nnx.state(layer, nnx.Param)), layer(X)
+    export.save(tmp_path, params, RECIPE, dtype=BF16, router_recipe=router_recipe)
+    got = export.load(tmp_path, params)
+    logits = fp4.dense(X.astype(jnp.float32), got["router"]["kernel"], recipe=own)
+    y, _ = fp4.moe(X, logits, got["w_in"], got["w_out"], b_in=got["b_in"], b_out=got["b_out"], top_k=2, recipe=RECIPE)
+    same_bits(y, want)
+
+
+def test_input_amax_by_regular_expression_and_what_a_server_is_told(tmp_path):
+    params = {"up": {"kernel": W}, "down": {"kernel": W}}
+
+    def saved(**amax):
+        export.save(tmp_path, params, RECIPE, dtype=BF16, input_amax=amax)
+        tensors, config = raw(tmp_path)[0], json.loads((tmp_path / "hf_quant_config.json").read_text())
+        scales = {name: np.frombuffer(value[2], "<f4")[0] * 2688 for name, value in tensors.items() if "input" in name}
+        return scales, config["quantization"]["quant_algo"]
+
+    assert saved(**{"up/.*": 2, ".*": 4}) == ({"up.input_scale": 2, "down.input_scale": 4}, "NVFP4")  # the first match
+    assert saved(**{"u.*": 2}) == ({"up.input_scale": 2}, "W4A16_NVFP4")
+    assert saved() == ({}, "W4A16_NVFP4")
+
+
+# --- biases ---
+
+
+def test_a_bias_is_divided_as_its_kernel_is(tmp_path):
+    heads = {"qkv": {"kernel": W.reshape(K, 5, 8), "bias": jnp.arange(40.0).reshape(5, 8)}}
+    experts = {"w_in": jnp.stack([W, W]), "b_in": jnp.arange(80.0).reshape(2, N)}
+    stack = {"kernel": jnp.stack([W, W]), "bias": jnp.arange(80.0).reshape(2, N)}
+    params = {**heads, "moe": experts, "stack": stack, "alone": {"bias": jnp.ones((2, 3))}}
+    halves = lambda name: [name.replace("qkv", part) for part in "qk"] if "qkv" in name else name  # noqa: E731
+    how = dict(names=halves, layouts={"qkv/kernel": "knn", "stack/kernel": "gkn"})
+    export.save(tmp_path, params, RECIPE, dtype=BF16, **how)
+    biases = {name: array for name, array in arrays(tmp_path)[0].items() if name.endswith("bias")}
+    want = {"q": np.arange(20), "k": np.arange(20, 40), "alone": np.ones((2, 3))}
+    for e in range(2):
+        want |= {
+            f"{name}.{e}{leaf}": np.arange(40 * e, 40 * e + 40)
+            for name, leaf in (("stack", ""), ("moe.experts", ".w_in"))
+        }
+    assert {*biases} == {f"{name}.bias" for name in want}
+    for name, value in want.items():
+        np.testing.assert_array_equal(biases[f"{name}.bias"], value)
+    got = export.load(tmp_path, params, **how)
+    for part, leaf in (("qkv", "bias"), ("moe", "b_in"), ("stack", "bias"), ("alone", "bias")):
+        same_bits(got[part][leaf], params[part][leaf])
+
+
+# --- where it is put, and what is read ---
+
+
+def shapes(tree, **shardings):
+    """As `like`, with a sharding for leaves of these names."""
+    leaf = lambda path, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=shardings.get(path[-1].key))  # noqa: E731
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def mesh_of(kind="Auto"):
+    return jax.make_mesh((2, 4), ("x", "y"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2)
+
+
+def test_leaves_are_put_where_like_says(tmp_path):
+    mesh = mesh_of()
+    on = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))  # noqa: E731
+    params = {
+        "w_in": jnp.stack([W[:32], W[:32]]),
+        "b_in": jnp.ones((2, N)),
+        "up": {"kernel": W[:32], "bias": jnp.ones(N)},
+    }
+    export.save(tmp_path, params, RECIPE, dtype=BF16)
+    like = shapes(params, w_in=on("x", None, "y"), b_in=on("x"), kernel=on("x", "y"))
+    got = export.load(tmp_path, like)
+    kernel, experts = got["up"]["kernel"], got["w_in"]
+    assert kernel.codes.sharding == kernel.block_scale.sharding == on("y", "x")  # [n, k/..] of [k, n]
+    assert kernel.amax.sharding.is_fully_replicated and kernel.amax.sharding.device_set == {*mesh.devices.flat}
+    assert experts.codes.sharding == experts.block_scale.sharding == on("x", "y", None)
+    assert experts.amax.sharding == got["b_in"].sharding == on("x")
+    jax.tree.map(same_bits, got, export.load(tmp_path, params))
+    jax.tree.map(same_bits, export.load(tmp_path, got), got)
+    again = export.load(tmp_path, got)  # like: with quantized tensors
+    assert again["w_in"].codes.sharding == experts.codes.sharding
+    assert not got["up"]["bias"].committed
+
+    explicit = mesh_of("Explicit")
+    like = shapes(params, w_in=NamedSharding(explicit.abstract_mesh, PartitionSpec("x")))
+    with pytest.raises(ValueError, match=r"the sharding of w_in is .* needs a mesh of devices.*jax.set_mesh"):
+        export.load(tmp_path, like)
+    with jax.set_mesh(explicit):
+        assert export.load(tmp_path, like)["w_in"].codes.sharding.mesh == explicit
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "text"),
+    [
+        (("y",), ValueError, r"needs equal shards of whole blocks because 16 values"),
+        ((None, None, "x"), NotImplementedError, r"by \['x'\]; needs a cut along the first of them"),
+    ],
+)
+def test_a_cut_that_packed_weights_cannot_have(tmp_path, spec, error, text):
+    params, layouts = {"kernel": W.reshape(K, 4, 10)}, {"kernel": "knn"}
+    export.save(tmp_path, params, RECIPE, dtype=BF16, layouts=layouts)
+    like = shapes(params, kernel=NamedSharding(mesh_of(), PartitionSpec(*spec)))
+    with pytest.raises(error, match=f"load: the sharding of kernel is .*{text}.*Try"):
+        export.load(tmp_path, like, layouts=layouts)
+
+
+def test_files_are_read_tensor_by_tensor(saved, monkeypatch):
+    read, whole = [], np.fromfile
+    monkeypatch.setattr(np, "fromfile", lambda *a, **how: read.append(a[2]) or whole(*a, **how))
+    export.load(saved, PARAMS)
+    assert max(read) == N * K // 2  # bytes of the codes
+    del read[:]
+    with pytest.raises(ValueError, match="missing"):
+        export.load(saved, {"a": jnp.ones(1), **PARAMS})
+    assert not read
+
+
+def test_64_bit_tensors_are_not_narrowed(saved):
+    changed(saved, count=np.arange(3))
+    like = {**PARAMS, "count": np.arange(3)}
+    with pytest.raises(ValueError, match=r"load: count is int64; needs int32 because .*jax_enable_x64.*Try"):
+        export.load(saved, like)
+    with jax.enable_x64(True):
+        same_bits(export.load(saved, like)["count"], like["count"])
 
 
 # --- refused ---
@@ -287,6 +454,26 @@ def kernel(value):
         (PARAMS, fp4.MXFP8BlockScaling(), {}, NotImplementedError, "up/kernel is quantized to mxfp8; needs NVFP4"),
         (PARAMS, fp4.Rules([("UP", RECIPE)]), {}, ValueError, "recipe is with 'UP', which matches nothing.*'up'"),
         (PARAMS, RECIPE, dict(quant_algo="FP8"), ValueError, "quant_algo is 'FP8'; needs one of"),
+        (
+            PARAMS,
+            RECIPE,
+            dict(quant_algo="NVFP4"),
+            ValueError,
+            "quant_algo is 'NVFP4'; needs an input_amax for up/kernel",
+        ),
+        (PARAMS, RECIPE, dict(out_recipe=3), TypeError, "out_recipe is 3; needs a recipe"),
+        (
+            PARAMS,
+            RECIPE,
+            dict(router_recipe=fp4.Rules([("up", RECIPE)])),
+            ValueError,
+            "router_recipe is with 'up', which",
+        ),
+        (PARAMS, RECIPE, dict(dtype=None), TypeError, "dtype is None; needs a floating-point dtype"),
+        (PARAMS, RECIPE, dict(dtype=jnp.int8), TypeError, "dtype is .*int8.*; needs a floating-point dtype"),
+        (W, RECIPE, {}, TypeError, "params is a bare ArrayImpl; needs a tree"),
+        ({"count": 3}, RECIPE, {}, TypeError, "count of params is a int; needs an array"),
+        (PARAMS, RECIPE, dict(names=lambda n: (n, f"2{n}") if n == "up.weight" else n), ValueError, "up/bias'; needs"),
         (PARAMS, RECIPE, dict(layouts={"x": "kn"}), ValueError, "layouts is with 'x', which matches nothing"),
         (PARAMS, RECIPE, dict(layouts={"up/kernel": "nk"}), ValueError, r"layouts is with 'nk'; needs 2 letters"),
         (PARAMS, RECIPE, dict(input_amax={"up": 1}), ValueError, "input_amax is with 'up', which matches nothing"),
@@ -297,10 +484,16 @@ def kernel(value):
             ValueError,
             "input_amax of up/kernel is 0.0; needs positive",
         ),
-        (PARAMS, RECIPE, dict(names=lambda name: 3), TypeError, "names is 3 for 'norm.weight'"),
+        (PARAMS, RECIPE, dict(names=lambda name: 3), TypeError, "names is 3 for 'up.weight'"),
         (PARAMS, RECIPE, dict(names=lambda name: "w.weight"), ValueError, "names is 'w.weight' for two parameters"),
         (PARAMS, RECIPE, dict(names=lambda name: name + "s"), ValueError, "names is 'up.weights' for 'up/kernel'"),
-        (PARAMS, RECIPE, dict(names=lambda name: (name, "b")), ValueError, "names is several for 'norm/scale'"),
+        (
+            PARAMS,
+            RECIPE,
+            dict(names=lambda n: (n, "b") if "norm" in n else n),
+            ValueError,
+            "names is several for 'norm/scale'",
+        ),
         (kernel(W), RECIPE, dict(names=lambda n: [f"{i}.weight" for i in "abc"]), ValueError, "its 40 outputs"),
         (kernel(W[:40]), RECIPE, {}, ValueError, "up/kernel is of k = 40; needs a multiple of 16.*HIGH_PRECISION"),
         (kernel(W.at[0, 0].set(jnp.nan)), RECIPE, {}, ValueError, "up/kernel is of amax nan; needs finite"),
@@ -313,7 +506,7 @@ def kernel(value):
 )
 def test_refused_and_nothing_is_written(tmp_path, params, recipe, flags, error, text):
     with pytest.raises(error, match=f"export.save: .*{text}") as raised:
-        export.save(tmp_path / "out", params, recipe, dtype=BF16, **flags)
+        export.save(tmp_path / "out", params, recipe, **{"dtype": BF16, **flags})
     assert ". Try " in str(raised.value)
     assert not (tmp_path / "out").exists()
 
@@ -326,7 +519,7 @@ def saved(tmp_path):
 
 def changed(folder, **tensors):
     """Other tensors, under the header that was there; None takes one away."""
-    have, facts = export._read("test", folder)
+    have, facts = arrays(folder)
     have |= {name.replace("__", "."): value for name, value in tensors.items()}
     have = {name: np.array(value, order="C") for name, value in have.items() if value is not None}
     safetensors.numpy.save_file(have, folder / "model.safetensors", {"jax_fp4": json.dumps(facts)})
@@ -364,9 +557,9 @@ def test_a_changed_file_is_refused(saved, tensors, text):
 
 
 def test_parts_of_one_kernel_need_one_scale(tmp_path):
-    split = lambda name: tuple(name.replace("up", part) for part in ("gate", "up")) if name == "up.weight" else name  # noqa: E731
+    split = lambda name: tuple(name.replace("up", part) for part in ("gate", "up")) if name[:2] == "up" else name  # noqa: E731
     export.save(tmp_path, PARAMS, RECIPE, dtype=BF16, names=split)
-    tensors, _ = export._read("test", tmp_path)
+    tensors, _ = arrays(tmp_path)
     safetensors.numpy.save_file(
         tensors | {"gate.weight_scale_2": np.ones((), np.float32)}, tmp_path / "model.safetensors"
     )

@@ -1,5 +1,6 @@
 """moe: against every expert on every token, and against the functions it is made of."""
 
+import re
 from functools import partial
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from products import refused
 
 import jax_fp4 as fp4
+from jax_fp4.checkpoint_policies import save_products, save_quantized
 
 LEAD, D, F, N, E = (3, 4), 32, 8, 10, 6
 T = 12
@@ -254,6 +256,31 @@ def test_a_key_is_missed_only_where_a_gradient_draws(drawing):
     recipes[drawing] = recipe("default", stochastic_rounding=False)
     jax.eval_shape(step(fp4.moe, top_k=2, **recipes), ARGUMENTS)
     jax.eval_shape(step(fp4.moe, top_k=2, recipe=recipe("dequant")), ARGUMENTS)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("expert_axis", [None, "e"])
+def test_a_policy_keeps_rows_with_the_order_they_lie_in(expert_axis):
+    """Nothing is routed twice under jax.checkpoint: logits made again may differ in a last bit."""
+    found, spec = {}, jax.P(expert_axis)
+    for policy in (save_quantized, save_products, jax.checkpoint_policies.everything_saveable, None):
+
+        @partial(jax.checkpoint, policy=policy)
+        def once(x, *w):
+            x = jnp.sin(x)
+            y, _ = fp4.moe(x, x[..., :E], *w, top_k=2, recipe=recipe("unquant", stochastic_rounding=False),
+                           expert_axis=expert_axis)  # fmt: skip
+            return jnp.tanh(y)
+
+        mesh = jax.make_mesh((2,), ("e",), axis_types=(jax.sharding.AxisType.Auto,))
+        cut = once if expert_axis is None else jax.shard_map(once, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+        gradient = jax.grad(lambda *a, cut=cut: jnp.sum(cut(*a)), (0, 1, 2))
+        text = str(jax.make_jaxpr(gradient)(normal(0, 4, D), ARGUMENTS["w_in"], ARGUMENTS["w_out"]))
+        # the choice, the order, and what the devices tell each other of it
+        counted = r"= top_k\[", r":i32\S+ \w+:i32\S+ = sort\[", r"= all_gather\S*\["
+        found[policy] = [len(re.findall(name, text)) for name in counted]
+    once_each = [1, 1, int(expert_axis is not None)]
+    assert [*found.values()] == [once_each, once_each, once_each, [2 * n for n in once_each]]
 
 
 def test_checkpoint_changes_nothing():
