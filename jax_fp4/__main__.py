@@ -4,6 +4,7 @@ Exit code 0 where all is well, 1 where something is off: each is said at the end
 """
 
 import argparse
+import os
 import sys
 
 from jax_fp4._doctor import Finding, examine
@@ -26,5 +27,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 1
 
 
+def _piped() -> int:
+    """main; where the reader of a pipe has read enough (`| head -1`), 1 without a word: the page was not finished."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python, which flushes once more as it ends
+        code = 1
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_piped())

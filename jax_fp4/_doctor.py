@@ -9,7 +9,6 @@ import importlib.util
 import os
 import platform
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,15 +28,19 @@ from jax_fp4._mlp import layernorm_mlp
 from jax_fp4._ops import OPS, dequantize, quantize, quantize_transpose, supported
 from jax_fp4._products import grouped_matmul, matmul
 from jax_fp4._recipe import NVFP4BlockScaling
+from jax_fp4._version import __version__
 
 LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
 VARIABLES = re.compile(r"(JAX|XLA)_\w+|CUDA_VISIBLE_DEVICES")  # those that this library and JAX read
 BUILD = "JAX_FP4_CUDA=ON pip install ."
 REBUILD = "build it anew (pip install --force-reinstall --no-deps .); if it stays, open an issue with this page"
 
-
 # What jax.devices raises: it asserts where JAX_PLATFORMS names a known platform whose plugin is not installed.
 NO_DEVICES = RuntimeError, AssertionError
+
+# What an installation raises whose parts do not fit: XLA, the handlers and UnsupportedError (RuntimeError); a module of
+# another version, whose names and signatures differ (all others but the last); JAX's own asserts.
+BROKEN = RuntimeError, TypeError, ValueError, AttributeError, LookupError, ImportError, AssertionError
 
 
 class Finding(NamedTuple):
@@ -75,9 +78,8 @@ def examine() -> Iterator[Part]:
 
 
 def versions() -> Part:
-    own = vars(sys.modules["jax_fp4"])["__version__"]  # imported before any of its files is, and of a higher rank
     lines = [
-        f"jax_fp4 {own}, {Path(__file__).parent}",
+        f"jax_fp4 {__version__}, {Path(__file__).parent}",
         f"Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         ", ".join(f"{name} {_version(name)}" for name in LIBRARIES),
     ]
@@ -112,10 +114,23 @@ def devices() -> Part:
     try:
         found = jax.devices()
     except NO_DEVICES as error:
-        fix = "unset JAX_PLATFORMS, or install the jaxlib or the plugin of that platform"
-        return Part("devices", [], [Finding(f"JAX starts no platform: {str(error) or repr(error)}", fix)])
+        return Part("devices", [], [_no_platform(error)])
     kinds = [_kind(device) for device in found]
     return Part("devices", [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)], [])
+
+
+def _no_platform(error: Exception) -> Finding:
+    """JAX may say nothing here: what was asked for, and what could have been."""
+    asked = os.environ.get("JAX_PLATFORMS")
+    plugins = sorted({plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")})
+    there = f"there are cpu and {'the plugins ' + ', '.join(plugins) if plugins else 'no plugin for another'}"
+    what = f"JAX starts no platform: JAX_PLATFORMS is {asked or 'not set'}, {there}"
+    fix = "unset JAX_PLATFORMS, or set it to cpu, or install the plugin of that platform (pip install 'jax[cuda13]')"
+    return Finding(f"{what} ({_raised(error)})", fix if asked else "install jaxlib and its plugins anew")
+
+
+def _raised(error: Exception) -> str:
+    return f"it raises {type(error).__name__}{f': {error}' if str(error) else ''}"
 
 
 def _kind(device: Any) -> str:
@@ -171,12 +186,21 @@ def operations(name: str) -> Part:
         if not support.ok:
             lines.append(f"  {', '.join(ops)}")
             continue
-        calls = {op: native_calls(op, name) for op in ops}
-        lines += [f"  {op:<20}{', '.join(called) or 'calls no handler'}" for op, called in calls.items()]
-        silent = [op for op, called in calls.items() if not called]
-        if silent:
-            findings.append(Finding(f"on {name} no handler is called by {', '.join(silent)}", REBUILD))
+        calls = {op: _called(op, name) for op in ops}
+        lines += [f"  {op:<20}{text}" for op, (text, _) in calls.items()]
+        for problem in dict.fromkeys(problem for _, problem in calls.values() if problem):
+            off = ", ".join(op for op, (_, one) in calls.items() if one == problem)
+            findings.append(Finding(f"{off} on {name}: {problem}", REBUILD))
     return Part(f"operations on {name}: what runs, and the handlers that the forward calls", lines, findings)
+
+
+def _called(op: str, name: str) -> tuple[str, str]:
+    """The handlers that it calls as text, and what is off."""
+    try:
+        called = native_calls(op, name)
+    except BROKEN as error:
+        return "OFF", _raised(error)
+    return (", ".join(called), "") if called else ("calls no handler", "calls no handler")
 
 
 def native_calls(op: str, name: str) -> list[str]:
@@ -188,9 +212,9 @@ def native_calls(op: str, name: str) -> list[str]:
 
 
 def _examples() -> dict[str, tuple]:
-    """Each operation and arguments for it."""
+    """Each operation and arguments for it: of one dtype, for users who set jax_numpy_dtype_promotion to strict."""
     shape = jax.ShapeDtypeStruct
-    x, scale, sizes = shape((64, 64), jnp.bfloat16), shape((64,), jnp.float32), shape((2,), jnp.int32)
+    x, scale, sizes = shape((64, 64), jnp.float32), shape((64,), jnp.float32), shape((2,), jnp.int32)
     w, ws = shape((64, 64), jnp.float32), shape((2, 64, 64), jnp.float32)
     q, qw = jax.eval_shape(quantize, x), jax.eval_shape(partial(quantize, axis=0), w)
     qws = jax.eval_shape(partial(quantize, axis=0, batch_dims=1), ws)
@@ -250,8 +274,8 @@ def self_test(name: str, device: Any, implementations: tuple) -> Part:
 def _outcome(check: Callable[[], str]) -> str:
     try:
         return check()
-    except RuntimeError as error:  # of a handler or of XLA; UnsupportedError is one too
-        return f"it raises {type(error).__name__}: {error}"
+    except BROKEN as error:
+        return _raised(error)
 
 
 def golden(implementation, x: Any = None) -> str:

@@ -73,8 +73,10 @@ class Bazel:
 
 
 def glob(include: Iterable[str], exclude: Iterable[str] = ()) -> list[str]:
-    found = {path for pattern in include for path in ROOT.glob(pattern)}
-    found -= {path for pattern in exclude for path in ROOT.glob(pattern)}
+    def matches(patterns: Iterable[str]) -> set[Path]:  # to Python 3.11 and 3.12, `**` at the end is folders only
+        return {path for pattern in patterns for path in ROOT.glob(re.sub(r"\*\*$", "**/*", pattern))}
+
+    found = matches(include) - matches(exclude)
     return sorted(path.relative_to(ROOT).as_posix() for path in found if path.is_file())
 
 
@@ -257,6 +259,14 @@ def test_every_test_file_has_a_target():
     targets = Bazel(BAZEL).targets
     assert {path.stem for path in (ROOT / "tests").glob("test_*.py")} < set(targets)
     assert {"import_test", "fuzz_kernels", "fuzz_float8"} < set(targets)
+
+
+def test_tests_have_the_files_that_they_read():
+    """Under Bazel a test sees what its target lists: all of the checkout's top but WORKSPACE.bazel and dot files."""
+    data = set(Bazel(BAZEL).targets["test_packaging"]["data"])
+    read = {"BUILD.bazel", "CHANGELOG.md", "CMakeLists.txt", "CONTRIBUTING.md", "LICENSE", "MODULE.bazel", "Makefile"}
+    assert data >= {*read, "README.md", "pyproject.toml", "docs/conf.py", "tests/required.py", "xla_ffi/CMakeLists.txt"}
+    assert all((ROOT / name).is_file() for name in data)
 
 
 def test_cuda_targets_are_manual():

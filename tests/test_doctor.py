@@ -70,9 +70,48 @@ def test_as_a_module():
     assert done.returncode == 1 and not re.search("Traceback", done.stderr)
     assert "JAX_PLATFORMS=cuda,nowhere" in done.stdout
     assert "Off:\n  1. NVFP4BlockScaling: environment variable JAX_FP4_BACKWARD_MODE is 'sideways'" in done.stdout
-    assert "\n  2. JAX starts no platform: " in done.stdout
+    assert "\n  2. JAX starts no platform: JAX_PLATFORMS is cuda,nowhere, there are cpu and " in done.stdout
     assert done.stdout.count("\n     Next: ") == 2
     assert "self-test" not in done.stdout
+
+
+def test_under_strict_promotion_of_dtypes():
+    """The strictest settings that a user may have made for JAX."""
+    done = run("-m jax_fp4", JAX_NUMPY_DTYPE_PROMOTION="strict", JAX_NUMPY_RANK_PROMOTION="raise", JAX_ENABLE_X64="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("\n\nAll is well.\n")
+
+
+def test_a_reader_that_leaves_early():
+    """`python -m jax_fp4 | head -1`."""
+    command = [sys.executable, "-m", "jax_fp4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"versions\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 1
+
+
+@pytest.mark.parametrize("plugins", [[], ["xla_cuda13"]])
+@pytest.mark.parametrize("asked", ["cuda", None])
+def test_no_platform(monkeypatch, asked, plugins):
+    """JAX asserts without a word where the platform is known and its plugin is not installed."""
+
+    def asserts():
+        raise AssertionError
+
+    found = [SimpleNamespace(name=name) for name in plugins]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: found if group == "jax_plugins" else [])
+    monkeypatch.setattr(jax, "devices", asserts)
+    if asked:
+        monkeypatch.setenv("JAX_PLATFORMS", asked)
+    else:
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    what = only(_doctor.devices())
+    assert what.startswith(f"JAX starts no platform: JAX_PLATFORMS is {asked or 'not set'}, there are cpu and ")
+    assert ("the plugins xla_cuda13" if plugins else "no plugin") in what
+    assert what.endswith("(it raises AssertionError)")
 
 
 def test_without_the_first_extension():
@@ -189,7 +228,26 @@ def test_operations_without_the_extension(installation):
 
 def test_a_handler_that_is_not_called(monkeypatch):
     monkeypatch.setattr(_doctor, "native_calls", lambda op, name: [] if op == "matmul" else ["quantize"])
-    assert only(_doctor.operations("cpu")) == "on cpu no handler is called by matmul"
+    part = _doctor.operations("cpu")
+    assert only(part) == "matmul on cpu: calls no handler"
+    assert f"  {'matmul':<20}calls no handler" in part.lines
+
+
+@pytest.mark.parametrize(
+    "error", [TypeError, ValueError, AttributeError, KeyError, ImportError, jax.errors.JaxRuntimeError]
+)
+def test_an_operation_that_cannot_be_lowered(monkeypatch, error):
+    """Such an installation still gets its page."""
+
+    def native_calls(op, name):
+        if op in ("dense", "matmul"):
+            raise error("of another version")
+        return ["quantize"]
+
+    monkeypatch.setattr(_doctor, "native_calls", native_calls)
+    part = _doctor.operations("cpu")
+    assert only(part).startswith(f"matmul, dense on cpu: it raises {error.__name__}: ")
+    assert [line for line in part.lines if "OFF" in line] == [f"  {op:<20}OFF" for op in ("matmul", "dense")]
 
 
 # --- the self-test ---
@@ -241,10 +299,11 @@ def test_a_wrong_gradient(monkeypatch):
     assert "dx is off by" in only(self_test())
 
 
-def test_a_handler_that_raises(monkeypatch):
+@pytest.mark.parametrize("error", [jax.errors.JaxRuntimeError, TypeError, ValueError, AttributeError])
+def test_a_handler_that_raises(monkeypatch, error):
     def fails(*_):
-        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: FFI handler API version")
+        raise error("INVALID_ARGUMENT: FFI handler API version")
 
     monkeypatch.setattr(_doctor, "matmul", fails)
-    says = "it raises JaxRuntimeError: INVALID_ARGUMENT: FFI handler API version"
+    says = f"it raises {error.__name__}: INVALID_ARGUMENT: FFI handler API version"
     assert only(self_test()) == f"product of two quantized matrices on cpu: {says}"

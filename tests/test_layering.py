@@ -16,7 +16,7 @@ PACKAGE = ROOT / "jax_fp4"
 RANKS = {
     rank: names.split()
     for rank, names in {
-        0: "_formats _errors _record",
+        0: "_formats _errors _record _version",
         1: "_recipe _array _placement _minifloat _figure checkpoint_policies",
         2: "_lowering _meshes",
         3: "_groups _partition",
