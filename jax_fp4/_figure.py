@@ -69,7 +69,7 @@ def draw(history: list[tuple[int, Rows]], path: Path, title: str) -> None:
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(", ".join(filter(None, [title, f"step {step}" if over_time else ""])), fontsize=12)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format=path.suffix[1:] or "png")  # without format it would add an ending
 
 
 def _values(rows: Rows, field: str) -> np.ndarray:
@@ -83,9 +83,11 @@ def _values(rows: Rows, field: str) -> np.ndarray:
 
 
 def _by_layer(axes: Any, rows: Rows, panel: Panel) -> None:
-    places = np.arange(len(rows))
+    places, drawn = np.arange(len(rows)), False
     for field, (label, color) in panel.series.items():
-        axes.scatter(_values(rows, field), places, s=26, color=color, label=label, alpha=0.85, zorder=3)
+        values = _values(rows, field)
+        drawn |= not np.isnan(values).all()
+        axes.scatter(values, places, s=26, color=color, label=label, alpha=0.85, zorder=3)
         if lost := [i for i, row in enumerate(rows.values()) if math.isnan(row.get(field, 0.0))]:
             at_the_left = dict(transform=axes.get_yaxis_transform(), clip_on=False)
             axes.scatter([0] * len(lost), lost, s=60, marker="X", color="red", label="NaN", zorder=4, **at_the_left)
@@ -93,27 +95,36 @@ def _by_layer(axes: Any, rows: Rows, panel: Panel) -> None:
     axes.set_yticks(places, list(rows), fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="both", color="0.92")
-    _frame(axes, axes.set_xscale, axes.set_xlim, panel)
+    _frame(axes, axes.xaxis, axes.set_xscale, axes.set_xlim, panel, drawn)
 
 
 def _over_steps(axes: Any, history: list[tuple[int, Rows]], panel: Panel) -> None:
     """A band over all layers, and their median."""
-    steps = np.array([step for step, _ in history])
+    steps, drawn = np.array([step for step, _ in history]), False
     for field, (_, color) in panel.series.items():
         values = [_values(rows, field) for _, rows in history]
         values = [one[~np.isnan(one)] for one in values]
         x = steps[[one.size > 0 for one in values]]
+        drawn |= x.size > 0
         low, middle, high = ([of(one) for one in values if one.size] for of in (np.min, np.median, np.max))
         axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
         axes.plot(x, middle, color=color, linewidth=1.6)
+    axes.update_datalim([(step, 0) for step in steps], updatey=False)  # also of steps at which nothing is drawn
     axes.set_xlabel("step (line: median, band: all layers)", fontsize=8)
     axes.grid(axis="y", color="0.92")
-    _frame(axes, axes.set_yscale, axes.set_ylim, panel)
+    _frame(axes, axes.yaxis, axes.set_yscale, axes.set_ylim, panel, drawn)
 
 
-def _frame(axes: Any, set_scale, set_limits, panel: Panel) -> None:
+def _frame(axes: Any, along: Any, set_scale, set_limits, panel: Panel, drawn: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
+    if not drawn:  # all exact, or no number: an axis without values, which could not be logarithmic
+        along.set_ticks([])
+        return
     set_scale(panel.scale)
+    if panel.scale == "log":  # whole decades, so that two labels at least have room
+        along.set_minor_formatter("")
+        low, high = np.log10(along.get_view_interval())
+        set_limits(10 ** np.floor(low), 10 ** np.ceil(high))
     if panel.from_zero:
         set_limits(0, None)

@@ -4,8 +4,9 @@ A value inside an inner trace cannot be handed to Python. So a jaxpr is evaluate
 holds a tag is taken apart: calls are run in place, loops and shard_maps are built again with more results. Whatever
 does not is bound as it is. Branches and while loops, whose records would depend on data, keep theirs: they are named.
 
-The parameters of equations (jaxpr, in_shardings, differentiated, prevent_cse, newly_manual_axes, ...) and the context
-of one are no documented API of JAX: they are those of jax 0.10 to 0.12. One that is missing raises UnsupportedError.
+The parameters of equations (jaxpr, in_shardings, differentiated, prevent_cse, newly_manual_axes, ...), the context and
+the scopes of one are no documented API of JAX: they are those of jax 0.10 to 0.12. One that is missing raises
+UnsupportedError.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jax.extend.core import primitives
 from jax.sharding import PartitionSpec, Sharding
 
 from jax_fp4._errors import UnsupportedError, message
-from jax_fp4._observe import Seen, Site, merged, tag_p
+from jax_fp4._observe import Seen, Site, merged, observing, tag_p
 from jax_fp4._placement import vary
 
 Run = tuple[list[Any], list[Seen]]  # the results, and what the tags saw, in the order of the program
@@ -50,10 +51,14 @@ def run(jaxpr: core.Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], agai
 
 def _equation(jaxpr: core.Jaxpr, equation, operands: list[Any], again: bool) -> Run:
     primitive, params = equation.primitive, equation.params
+    again = again or _again(equation)
     if primitive is tag_p:
         count = params["count"]
         seen = jax.tree.unflatten(params["tree"], operands[count:])
-        return operands[:count], [] if again and seen.phase == "forward" else [seen]
+        if again and seen.phase == "forward":
+            return operands[:count], []
+        # A collector around this one finds it too.
+        return tag_p.bind(*operands, **params) if observing.value else operands[:count], [seen]
     if next(tags_in(equation), None) is not None:
         with _context_of(equation):
             if primitive in _CALLS:
@@ -79,6 +84,15 @@ def _context_of(equation) -> Any:
     if not hasattr(equation.ctx, "manager"):
         raise _unknown(equation, "ctx.manager")
     return equation.ctx.manager
+
+
+def _again(equation) -> bool:
+    """Whether remat computes it a second time. Its name is the one sign that is there wherever remat, scan and jit are
+    nested (`differentiated` is true of first runs too, where a remat is in a loop), and profiles show it."""
+    scopes = getattr(equation.source_info, "name_stack", None)
+    if scopes is None:
+        raise _unknown(equation, "source_info.name_stack")
+    return "rematted_computation" in str(scopes)
 
 
 def _unknown(equation, name: str) -> UnsupportedError:
@@ -133,10 +147,8 @@ def _call(equation, operands: list[Any], again: bool) -> Run:
         return _constrained(results, _param(equation, "out_shardings")), seen
     if equation.primitive is not primitives.remat_p:
         return run(*_opened(equation, "call_jaxpr"), operands, again)
-    if _param(equation, "differentiated"):
-        again = True
-        if _param(equation, "prevent_cse") is not False:
-            operands = jax.lax.optimization_barrier(operands)
+    if _param(equation, "differentiated") and _param(equation, "prevent_cse") is not False:
+        operands = jax.lax.optimization_barrier(operands)
     return run(*_opened(equation, "jaxpr"), operands, again)
 
 

@@ -88,9 +88,10 @@ def collect(fn: Callable) -> Callable[..., tuple[Any, Layers]]:
     """A function of the same arguments that returns (what fn returns, {name: Layer}).
 
     fn: any function, jitted or not: a loss, or its gradient for the products of the backward. It may contain jit, grad,
-    scan, remat, vmap and shard_map; what a jit in it donates, is not. What collect returns is jitted, and may be part
-    of a jitted function. Of its arguments, arrays of JAX and NumPy are traced. Everything else (Python's numbers too)
-    is static: it reaches fn as it is, must be hashable, and another value compiles another program.
+    scan, remat, vmap, shard_map and collect (which both see a layer); what a jit in it donates, is not. What collect
+    returns is jitted, and may be part of a jitted function. Of its arguments, arrays of JAX and NumPy are traced.
+    Everything else (Python's numbers too) is static: it reaches fn as it is, must be hashable, and another value
+    compiles another program.
     Names are the paths of layers, or the function's name where there is none ("dense"), with "/w_in" and "/w_out" for
     the two products of an MLP; a second call under one name is "name#1". (Blocks under one nnx.jit trace share theirs.)
     Linen knows the paths of its layers; those of NNX have one after `jax_fp4.nnx.quantize_model`, not where they were
@@ -301,8 +302,10 @@ def table(layers: Layers) -> str:
 
 
 def plot(history: Layers | Sequence[tuple[int, Layers]], path: str | os.PathLike[str], title: str = "") -> None:
-    """A PNG: what `collect` gave, layer by layer, and for a history of (step, what it gave) its course over the steps.
+    """A picture: what `collect` gave, layer by layer, and for a history of (step, what it gave) its course over steps.
 
+    path: of the file, whose ending names the format; PNG where it has none. What is exact (snr inf, cosine 1) is not
+    drawn, and NaN is a red cross.
     Needs matplotlib (`pip install 'jax_fp4[examples]'`), else ModuleNotFoundError. Raises ValueError where there is
     nothing to show.
     """

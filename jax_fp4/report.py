@@ -58,7 +58,7 @@ class Report:
         for row in self.rows:
             shapes = shape(map(str, row.x_shape)), shape(map(str, row.kernel_shape))
             products = row.forward, row.dx, row.dw
-            amounts = str(row.padding), f"{row.residual_bytes:,} B"
+            amounts = str(row.padding), f"{_number(row.residual_bytes)} B"
             cells.append((row.layer, row.op, *shapes, *products, *amounts, row.note))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
@@ -100,6 +100,11 @@ def _unmatched_rules(around: list[Rules], events: list[Event]) -> tuple[str, ...
     paths = [event.path for event in events if isinstance(event, LayerEvent)]
     rules = dict.fromkeys([*around, *inside])  # each once: entered at every trace of a function
     return tuple(dict.fromkeys(pattern for each in rules for pattern in each.unmatched(paths)))
+
+
+def _number(value: Any) -> str:
+    """With its thousands apart, or as it is where a symbolic dimension is in it."""
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _unmatched(rule: str) -> str:

@@ -14,7 +14,7 @@ from products import refused
 from sharded import KEY, MODES, compiled, gathers, jit, mesh, normal, nvfp4, same
 
 import jax_fp4 as fp4
-from jax_fp4 import Specs, WeightGather, _gather, _modes, checkpoint_policies, linen, nnx
+from jax_fp4 import Specs, WeightGather, _gather, _modes, _planes, checkpoint_policies, linen, nnx
 from jax_fp4.checkpoint_policies import save_and_offload, save_products, save_quantized
 
 JAX = jax.checkpoint_policies
@@ -127,7 +127,7 @@ def test_names_change_no_program(monkeypatch):
     programs = []
     for named in (True, False):
         if not named:
-            for module, name in ((_modes, "named"), (_gather, "named"), (_modes, "checkpoint_name")):
+            for module, name in ((_planes, "named"), (_gather, "named"), (_modes, "checkpoint_name")):
                 monkeypatch.setattr(module, name, lambda value, *_: value)
         f, w = block("layernorm_mlp", nvfp4(), REMAT["none"])
         text = jit(gradient(f)).lower(X, w).compile().as_text()
