@@ -378,8 +378,9 @@ def require_key(op: str, recipe: Recipe | None, seed) -> None:
                 None,
                 "a JAX key where the layer is differentiated",
                 "backward_mode='default' rounds dy stochastically",
-                "key=jax.random.key(0) (linen: rngs={'sr': key}; nnx: nnx.Rngs(0, sr=1), nnx.jit and nnx.grad for "
-                "jax's, nnx.merge(..., copy=True)), stochastic_rounding=False, or backward_mode='unquant'",
+                "key=key, a new one each step (Linen: model.apply(..., rngs={'sr': key}); NNX: a layer made with "
+                "nnx.Rngs(0, sr=1), under nnx.jit and nnx.grad, or nnx.merge(..., copy=True) under jax's own), or "
+                "backward_mode='dequant' or 'unquant', which need none",
             )
         )
 

@@ -43,7 +43,7 @@ def library(op: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "safetensors":
             raise
-        why, fix = "the weights are written and read by it", "pip install 'jax_fp4[export]'"
+        why, fix = "the weights are written and read by it", "pip install safetensors"
         raise ModuleNotFoundError(message(op, "safetensors", "not installed", "the package", why, fix)) from None
     return safetensors
 

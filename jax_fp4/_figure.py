@@ -46,7 +46,7 @@ def _figure_of_matplotlib() -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        why, fix = "it draws the picture", "pip install 'jax_fp4[examples]'"
+        why, fix = "it draws the picture", "pip install matplotlib"
         raise ModuleNotFoundError(message("plot", "matplotlib", "not installed", "the package", why, fix)) from None
     return Figure
 

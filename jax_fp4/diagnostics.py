@@ -306,7 +306,7 @@ def plot(history: Layers | Sequence[tuple[int, Layers]], path: str | os.PathLike
 
     path: of the file, whose ending names the format; PNG where it has none. What is exact (snr inf, cosine 1) is not
     drawn, and NaN is a red cross.
-    Needs matplotlib (`pip install 'jax_fp4[examples]'`), else ModuleNotFoundError. Raises ValueError where there is
+    Needs matplotlib (`pip install matplotlib`), else ModuleNotFoundError. Raises ValueError where there is
     nothing to show.
     """
     steps = [(0, history)] if isinstance(history, Mapping) else list(history)
