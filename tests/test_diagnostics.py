@@ -550,5 +550,5 @@ def test_plot_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     layer = diagnostics.Layer(*[None] * 7)
-    with pytest.raises(ModuleNotFoundError, match=r"plot: matplotlib is not .*pip install 'jax_fp4\[examples\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"plot: matplotlib is not .*pip install matplotlib"):
         diagnostics.plot({"dense": layer}, tmp_path / "none.png")

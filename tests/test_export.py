@@ -583,5 +583,5 @@ def test_without_safetensors(tmp_path, monkeypatch, call):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.delitem(sys.modules, "safetensors.numpy", raising=False)
     flags = dict(recipe=RECIPE, dtype=BF16) if call is export.save else {}
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'jax_fp4\[export\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install safetensors"):
         call(tmp_path, PARAMS, **flags)
