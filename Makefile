@@ -124,7 +124,7 @@ WHEEL_TESTS ?= -m core sdist/tests/test_{ffi,array,ops,dense,linen,nnx,checkpoin
 # Run from a folder without jax_fp4/: the interpreters that tests start look for modules where they are started.
 wheel-test: wheel  ## install that wheel in a fresh environment and test what is installed there, with the tests of the sdist
 	@rm -rf build/wheel-test; $(PYTHON) -m venv build/wheel-test; mkdir build/wheel-test/sdist
-	@wheel=$$(ls -t dist/*.whl | head -1); echo "== wheel-test: installing $$wheel"; SECONDS=0; \
+	@unset PYTHONPATH; wheel=$$(ls -t dist/*.whl | head -1); echo "== wheel-test: installing $$wheel"; SECONDS=0; \
 	build/wheel-test/bin/pip install -q --disable-pip-version-check "$$wheel[test]"; \
 	tar -xzf dist/jax_fp4-*.tar.gz -C build/wheel-test/sdist --strip-components=1; cd build/wheel-test; \
 	JAX_FP4_WHEEL=$(CURDIR)/$$wheel JAX_FP4_REQUIRE="$${JAX_FP4_REQUIRE:-} wheel" bin/pytest -q $(CURDIR)/tests/test_packaging.py; \
