@@ -10,7 +10,6 @@ it by 3.56. A copy of the gathered bytes on one device is timed beside them. Med
 timed once, by the wall clock. That the packed bytes are gathered as u8, and are those of the whole kernel, is checked.
 """
 
-import argparse
 import re
 from collections.abc import Sequence
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from rounds import interleaved, of_program
+from rounds import interleaved, of_devices, of_program
 
 import jax_fp4 as fp4
 
@@ -79,17 +78,9 @@ def _bits(a):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--devices", type=int, default=None, help="all by default")
-    parser.add_argument("--tiny", action="store_true", help="sizes for any machine, to try the script")
-    options = parser.parse_args(arguments)
-    devices = jax.devices()[: options.devices]
+    options, devices = of_devices(__doc__, arguments, rounds=11)
     p = len(devices)
-    if p < 2:
-        raise SystemExit("there is one device here, and nothing to gather: more GPUs, or --tiny on eight of the CPU")
     mesh = jax.make_mesh((p,), ("fsdp",), axis_types=(AxisType.Auto,), devices=devices)
-    print(f"jax {jax.__version__}, {p} x {devices[0].device_kind}, {options.rounds} rounds")
     for shape in [(128, 64), (2, 128, 64)] if options.tiny else SHAPES:
         made = programs(mesh, shape)
         check(made, plane(jax.device_put(made["bfloat16"][1][0], devices[0])))

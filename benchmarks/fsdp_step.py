@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from rounds import Contender, interleaved
+from rounds import Contender, interleaved, of_devices
 
 import jax_fp4 as fp4
 
@@ -95,17 +95,9 @@ def timed(program: Any, layers: list[Layer], *rest: Any) -> Contender:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--devices", type=int, default=None, help="all by default")
-    parser.add_argument("--tiny", action="store_true", help="sizes for any machine, to try the script")
-    options = parser.parse_args(arguments)
-    devices = jax.devices()[: options.devices]
-    if len(devices) < 2:
-        raise SystemExit("there is one device here, and nothing to gather: more GPUs, or --tiny on eight of the CPU")
+    options, devices = of_devices(__doc__, arguments, rounds=5)
     mesh = jax.make_mesh((len(devices),), ("fsdp",), devices=devices)
     width, hidden, tokens = (64, 128, 64) if options.tiny else (4096, 14336, 8192)
-    print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}, {options.rounds} rounds")
     with jax.set_mesh(mesh):
         report(mesh, (width, hidden), tokens * len(devices), options)
 

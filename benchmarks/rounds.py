@@ -4,6 +4,7 @@ A GPU that gets hot throttles, and flatters whoever ran first: so in a round eac
 count. torch is timed by CUDA events, JAX by the wall clock around programs enqueued before they are waited for.
 """
 
+import argparse
 import functools
 import importlib
 import math
@@ -11,7 +12,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -103,6 +104,20 @@ def compared(ours: dict[str, Contender], peers: dict[str, Callable], rounds: int
     times = interleaved(contenders, rounds, least)
     runs = {name: times[name] * contender.products for name, contender in contenders.items()}
     return Measured(times, {name for name, each in contenders.items() if each.dispatch > 0.9 * runs[name]})
+
+
+def of_devices(doc: str | None, arguments: Sequence[str] | None, rounds: int) -> tuple[argparse.Namespace, list]:
+    """The command line of what several devices do together, and these devices."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--devices", type=int, default=None, help="all by default")
+    parser.add_argument("--tiny", action="store_true", help="sizes for any machine, to try the script")
+    options = parser.parse_args(arguments)
+    devices = jax.devices()[: options.devices]
+    if len(devices) < 2:
+        raise SystemExit("there is one device here, and nothing to gather: more GPUs, or --tiny on eight of the CPU")
+    print(f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}, {options.rounds} rounds")
+    return options, devices
 
 
 # --- programs ---

@@ -11,7 +11,7 @@ import numpy as np
 from jax import export
 
 from jax_fp4._errors import message
-from jax_fp4._formats import FLOAT8_FORMATS
+from jax_fp4._formats import FLOAT8_FORMATS, FORMATS
 
 
 @jax.tree_util.register_dataclass
@@ -147,25 +147,29 @@ def stored_dtypes(format: str) -> tuple[Any, Any]:
     return jnp.float8_e5m2 if codes == "e5m2" else jnp.float8_e4m3fn, scale
 
 
-# --- for jax.export, which serializes what a program takes and gives ---
+# --- what its arrays mean, as bytes: for checkpoints, and for jax.export, which serializes what a program takes ---
 
-_STATIC = tuple(f.name for f in dataclasses.fields(QuantizedTensor) if f.metadata.get("static"))
+STATIC_FIELDS = tuple(f.name for f in dataclasses.fields(QuantizedTensor) if f.metadata.get("static"))
 
 
-def _static_to_bytes(values: tuple) -> bytes:
-    fields = dict(zip(_STATIC, values, strict=True))
+def static_to_bytes(values: tuple) -> bytes:
+    """JSON of the static fields, in the order of STATIC_FIELDS."""
+    fields = dict(zip(STATIC_FIELDS, values, strict=True))
     return json.dumps(fields | {"dtype": fields["dtype"].name}).encode()
 
 
-def _static_from_bytes(data: bytes | bytearray) -> tuple:
+def static_from_bytes(data: bytes | bytearray) -> tuple:
+    """The inverse. Raises ValueError or TypeError for other bytes."""
     fields = json.loads(data)
+    if set(fields) != set(STATIC_FIELDS) or fields["format"] not in FORMATS:
+        raise ValueError(f"the fields are {fields}")
     fields |= {"dtype": np.dtype(fields["dtype"]), "block": fields["block"] and tuple(fields["block"])}
-    return tuple(fields[name] for name in _STATIC)
+    return tuple(fields[name] for name in STATIC_FIELDS)
 
 
 export.register_pytree_node_serialization(
     QuantizedTensor,
     serialized_name="jax_fp4.QuantizedTensor",
-    serialize_auxdata=_static_to_bytes,
-    deserialize_auxdata=_static_from_bytes,
+    serialize_auxdata=static_to_bytes,
+    deserialize_auxdata=static_from_bytes,
 )

@@ -295,12 +295,20 @@ def _affine_fwd(x: Any, kernel: Any, bias, seed, group_sizes, state, static: Sta
     if needs.x:
         _modes.require_along_n(static.op, "kernel", kernel, recipe)
     scales, placement = scales_of(state), static.placement
-    qx, qw = _modes.operands(x, kernel, recipe, needs, group_sizes, scales=scales, placement=placement)
-    watch = Watch.of(static.site, x, kernel, placement)
-    y = _watched.multiply(watch, qx, qw, static.y_dtype, group_sizes, compute=static.dtype, bias=bias)
-    seen = seen_forward(state, recipe, qx.forward, None if is_frozen(kernel) else qw.forward)
-    kept = _watched.residuals(static.site, x, kernel, seed, qx, qw, recipe, needs, group_sizes, placement)
+    how = needs, group_sizes, state, placement, static.site
+    y, kept, seen = multiplied(x, kernel, seed, recipe, *how, static.y_dtype, static.dtype, bias=bias)
     return y, (kept, group_sizes, (keep_state(seen, wanted), scales))
+
+
+def multiplied(
+    x, kernel, seed, recipe, needs: Needs, group_sizes, state, place: Placement, site, dtype, compute, made=None, **bias
+):
+    """y = x w, what a backward with these needs reads of it, and the state after it."""
+    qx, qw = _modes.operands(x, kernel, recipe, needs, group_sizes, made, scales_of(state), place)
+    state = seen_forward(state, recipe, qx.forward, None if is_frozen(kernel) else qw.forward)
+    watch = Watch.of(site, x, kernel, place)
+    y = _watched.multiply(watch, qx, qw, dtype, group_sizes, compute=compute, **bias)
+    return y, _watched.residuals(site, x, kernel, seed, qx, qw, recipe, needs, group_sizes, place), state
 
 
 def _affine_bwd(static: Static, residuals: tuple[Residuals, Any, Any], dy):

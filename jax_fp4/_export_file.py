@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fp4._errors import message
+from jax_fp4._errors import importing, message
 
 _FACTS = "jax_fp4"  # what is ours in the header of the file: the facts that the tensors do not tell
 
@@ -38,13 +38,8 @@ class Stored:
 
 
 def library(op: str) -> Any:
-    try:
+    with importing(op, "safetensors", "the weights are written and read by it"):
         import safetensors.numpy
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "safetensors":
-            raise
-        why, fix = "the weights are written and read by it", "pip install safetensors"
-        raise ModuleNotFoundError(message(op, "safetensors", "not installed", "the package", why, fix)) from None
     return safetensors
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_fp4._errors import message
+from jax_fp4._errors import importing
 
 Rows = dict[str, dict[str, float]]
 
@@ -41,13 +41,8 @@ PANELS = (
 
 
 def _figure_of_matplotlib() -> Any:
-    try:
+    with importing("plot", "matplotlib", "it draws the picture"):
         from matplotlib.figure import Figure  # optional, and slow to import
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        why, fix = "it draws the picture", "pip install matplotlib"
-        raise ModuleNotFoundError(message("plot", "matplotlib", "not installed", "the package", why, fix)) from None
     return Figure
 
 

@@ -34,11 +34,11 @@ from jax_fp4._dense import (
     keep_state,
     kernel_dtype,
     local_sizes,
+    multiplied,
     planned,
     require_key,
     scales_of,
     seen_backward,
-    seen_forward,
     spec_of_bias,
     spec_of_kernel,
     whole_sum,
@@ -51,7 +51,6 @@ from jax_fp4._placement import LOCAL, Axes, Placement, Specs, WeightGather, alik
 from jax_fp4._products import dots_with_groups, sum_of_groups
 from jax_fp4._recipe import BackwardMode, Recipe, RecipeChoice, check_recipe, mode_of
 from jax_fp4._rules import is_kept, is_perturbed, keep, primals, refuse_perturbed
-from jax_fp4._watched import Watch
 from jax_fp4.checkpoint_policies import PRODUCT
 from jax_fp4.delayed import State, check_state, is_used_again, refuse_used_again
 
@@ -468,7 +467,7 @@ def _forward(arguments: Arguments, seeds, group_sizes, states, static: Static, n
     (state, out_state), (place_in, place_out), (site, out_site) = states, static.placements, static.sites
     with jax.named_scope("w_in"):
         how = needs_in, group_sizes, state, place_in, site
-        h, first, state = _product(x, w_in, seed, recipe, *how, dtype, dtype, bias=b_in)  # [m,h] = [m,k] @ [g,k,h]
+        h, first, state = multiplied(x, w_in, seed, recipe, *how, dtype, dtype, bias=b_in)  # [m,h] = [m,k] @ [g,k,h]
 
     a = _weighted(static.activation(h.astype(jnp.float32)), probs).astype(dtype)
     # Where it is quantized, CUDA makes it of h in the same call; no mode keeps it, so nothing outside reads it there.
@@ -477,7 +476,7 @@ def _forward(arguments: Arguments, seeds, group_sizes, states, static: Static, n
     y_dtype = jnp.float32 if place_out.contracted else dtype  # of a partial sum
     with jax.named_scope("w_out"):
         how, biases = (needs_out, group_sizes, out_state, place_out, out_site), dict(bias=b_out, bias_weights=weights)
-        y, second, out_state = _product(a, w_out, out_seed, out_recipe, *how, y_dtype, dtype, made, **biases)
+        y, second, out_state = multiplied(a, w_out, out_seed, out_recipe, *how, y_dtype, dtype, made, **biases)
     # unquant's dw_out reads a, which h gives again
     remake = needs_out.kernel and mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT
     if mode_of(out_recipe, "wgrad") is BackwardMode.UNQUANT:
@@ -494,17 +493,6 @@ def _forward(arguments: Arguments, seeds, group_sizes, states, static: Static, n
         (state, out_state),
         (scales_of(state), scales_of(out_state)),
     )
-
-
-def _product(
-    x, kernel, seed, recipe, needs: Needs, group_sizes, state, place: Placement, site, dtype, compute, made=None, **bias
-):
-    """[m,n] = [m,k] @ [g,k,n], what a backward with these needs reads of it, and the state after it."""
-    qx, qw = _modes.operands(x, kernel, recipe, needs, group_sizes, made, scales_of(state), place)
-    state = seen_forward(state, recipe, qx.forward, None if is_frozen(kernel) else qw.forward)
-    watch = Watch.of(site, x, kernel, place)
-    y = _watched.multiply(watch, qx, qw, dtype, group_sizes, compute=compute, **bias)
-    return y, _watched.residuals(site, x, kernel, seed, qx, qw, recipe, needs, group_sizes, place), state
 
 
 def _mlp_bwd(static: Static, kept: Kept, dy):

@@ -17,7 +17,6 @@ asked to (`partial_restore`).
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,16 +25,21 @@ import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr, tree_flatten_with_path, tree_map_with_path
 
-from jax_fp4._array import QuantizedTensor, scaling, stored_dtypes
+from jax_fp4._array import (
+    STATIC_FIELDS,
+    QuantizedTensor,
+    scaling,
+    static_from_bytes,
+    static_to_bytes,
+    stored_dtypes,
+)
 from jax_fp4._errors import message
-from jax_fp4._formats import FORMATS
 from jax_fp4.delayed import State
 
 # The key of the static fields: JSON, padded with blanks to one length, so that a target fits whatever was saved.
 STATIC = "quantized_tensor"
 _LENGTH = 512
-_STATIC = tuple(f.name for f in dataclasses.fields(QuantizedTensor) if f.metadata.get("static"))
-_ARRAYS = tuple(f.name for f in dataclasses.fields(QuantizedTensor) if not f.metadata.get("static"))
+_ARRAYS = tuple(f.name for f in dataclasses.fields(QuantizedTensor) if f.name not in STATIC_FIELDS)
 
 
 def to_state(tree: Any) -> Any:
@@ -126,8 +130,7 @@ def _arrays(q: QuantizedTensor) -> dict[str, Any]:
 
 
 def _saved(q: QuantizedTensor) -> dict[str, Any]:
-    fields = {name: getattr(q, name) for name in _STATIC} | {"dtype": q.dtype.name}
-    text = json.dumps(fields).encode().ljust(_LENGTH)
+    text = static_to_bytes(tuple(getattr(q, name) for name in STATIC_FIELDS)).ljust(_LENGTH)
     return _arrays(q) | {STATIC: np.frombuffer(text, np.uint8).copy()}
 
 
@@ -149,11 +152,8 @@ def _static_fields(op: str, path: str, array: Any) -> dict[str, Any]:
         needs, why = "an array with values", "the static fields decide what is traced"
         raise TypeError(message(op, path, "traced", needs, why, "the call outside of jax.jit, right after the restore"))
     try:
-        fields = json.loads(np.asarray(array).astype(np.uint8).tobytes())
-        if set(fields) != set(_STATIC) or fields["format"] not in FORMATS:
-            raise ValueError(f"the fields are {fields}")
-        block = fields["block"] and tuple(fields["block"])
-        return fields | {"dtype": np.dtype(fields["dtype"]), "block": block}
+        values = static_from_bytes(np.asarray(array).astype(np.uint8).tobytes())
+        return dict(zip(STATIC_FIELDS, values, strict=True))
     except (ValueError, TypeError) as error:
         shown, needs = f"unreadable ({error})", "the static fields as `to_state` wrote them"
         why, fix = "they say how the arrays are read", "a checkpoint that was saved through `to_state`"
@@ -188,7 +188,7 @@ def _check_alike(op: str, tensors: dict[str, QuantizedTensor], expected: dict[st
             why, fix = "`like` says so", "a `like` whose quantized tensors are those that were saved"
             raise ValueError(message(op, path, have, need, why, fix))
         saved, wanted = tensors[path], expected[path]
-        for name in _STATIC:
+        for name in STATIC_FIELDS:
             given, need = getattr(saved, name), getattr(wanted, name)
             if given != need:
                 why = "`like` has that, and the same codes would mean other numbers"
