@@ -3,7 +3,6 @@
 import functools
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -12,13 +11,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, UInt32
 
-from jax_fp4 import reference
+from jax_fp4._amax import amaxes_of_whole
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._formats import BLOCK, E4M3_MAX, FORMATS, Quantization, amax_shape, exclusion, stored
 from jax_fp4._groups import bounds
-from jax_fp4._lowering import Implementation, local
-from jax_fp4._placement import WHOLE, Axes, Part, Specs, alike, index_of, largest, size_of
+from jax_fp4._lowering import Implementation
+from jax_fp4._placement import WHOLE, Axes, Part, Specs, alike, index_of, size_of
 from jax_fp4._recipe import FourOverSix, check_choice
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -183,6 +182,10 @@ class Tensor:
     def groups(self) -> int | None:
         return None if self.group_sizes is None else self.group_sizes.shape[0]
 
+    def amaxes(self, q: Quantization, axes: tuple[int, ...], given: tuple, implementation: Implementation) -> tuple:
+        """Of the global tensor for each of the stored forms, where not given; None where the quantizer computes it."""
+        return amaxes_of_whole(self.x, self.group_sizes, self.part, self.batch_dims, q, axes, given, implementation)
+
     def rows(self, axis: int) -> tuple[int, ...]:
         """The shape of the stored rows as the user sees them."""
         return self.leading if axis == -1 else (*self.batch, self.shape[-1])
@@ -245,10 +248,9 @@ def check_group_sizes(op: str, group_sizes, groups: int | None = None) -> None:
 
 
 def given_amax(op: str, name: str, amax, tensor: Tensor, q: Quantization, axis: int):
-    """The given amax as the kernels take it; its values are checked where they are known. None where they compute it:
-    of what is whole."""
+    """The given amax as the kernels take it; its values are checked where they are known."""
     if amax is None:
-        return global_amax(tensor, replace(q, axis=axis))
+        return None
     need = tensor.amax_shape(q, axis)
     if isinstance(amax, float | int) and not isinstance(amax, bool):
         amax = np.float32(amax)
@@ -278,35 +280,6 @@ def refuse_borders(op: str, tensor: Tensor, axes: tuple[int, ...], block: int, t
             shown, why = f"{extent} {name} a device, along {', '.join(cut)}", "no block may lie on two devices"
             fix = f"{name} that are a multiple of {length * size_of(cut)} in all, or not cut"
             raise ValueError(message(op, "x", f"of {shown}", f"a multiple of {length}", why, fix))
-
-
-def all_or_none(amaxes: tuple, tensor: Tensor, q: Quantization, axes: tuple[int, ...]) -> tuple:
-    """Amaxes of both forms, as the kernels take them: where a part lacks one, because x has all that it is of, it is
-    computed too."""
-    if all(amax is None for amax in amaxes) or not tensor.part.dims:
-        return amaxes
-    return tuple(
-        global_amax(tensor, replace(q, axis=axis), always=True) if amax is None else amax
-        for amax, axis in zip(amaxes, axes, strict=True)
-    )
-
-
-def global_amax(tensor: Tensor, q: Quantization, always: bool = False):
-    """The amax of the tensor of which x is a part (of its groups, or rows); None where x is the whole, unless
-    `always`."""
-    dims = tensor.part.dims
-    if not q.row_scaled:
-        axes = tensor.part.axes(tensor.batch_dims)
-    elif q.axis == -1:
-        axes = dims[-1] if dims else ()
-    else:
-        axes = tuple(axis for of_dim in dims[tensor.batch_dims : -1] for axis in of_dim)
-    if not axes and not always:
-        return None
-    q = q if q.hadamard or q.row_scaled else replace(q, axis=-1)  # either way the same, without a transpose
-    q = replace(q, hadamard=q.hadamard and q.axis == 0)
-    amax: Any = local(partial(reference.amax, q=q))(tensor.x, tensor.group_sizes)
-    return largest(amax, axes)
 
 
 def seed_words(op: str, key, tensor: Tensor) -> UInt32[Array, "*b 4"] | UInt32[np.ndarray, "*b 4"] | None:

@@ -67,6 +67,7 @@ TARGETS = (
     "jax_fp4_quantize_transpose",
     "jax_fp4_activate_quantize",
     "jax_fp4_activate_quantize_transpose",
+    "jax_fp4_amax",
     "jax_fp4_dequantize",
     "jax_fp4_quantize_float8",
     "jax_fp4_quantize_transpose_float8",
@@ -165,6 +166,33 @@ def quantize_transpose(
 ):
     """-> codes, block_scale, amax row-wise, then the same column-wise, in one pass over x."""
     return _quantize("jax_fp4_quantize_transpose", x, (x,), {-1: amax, 0: amax_t}, seed, group_sizes, q)
+
+
+def amax(
+    x: Float[Array, "*b m k"], group_sizes: Int32[Array, "*b g"] | None, q: Quantization, axes: tuple[int, ...]
+) -> tuple:
+    """-> the amax of x along each of the axes, as the quantizers would compute it; hadamard is of axis 0 alone."""
+    groups = None if group_sizes is None else group_sizes.shape[-1]
+
+    def of(axis: int):
+        rows, _ = stored(x.shape, axis)
+        shape = amax_shape(x.shape[:-2], rows, replace(q, axis=axis), groups) if axis in axes else (*x.shape[:-2], 0)
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    names = ("row_scaled", "hadamard", "compute", "grouped")
+    attributes = {name: value for name, value in _attributes(q, None, group_sizes).items() if name in names}
+    attributes |= {"row": np.bool_(-1 in axes), "column": np.bool_(0 in axes)}
+    results, operands = (of(-1), of(0)), (x, _operand(group_sizes, x, jnp.int32))
+    scratch = _quantize_scratch(x, q, group_sizes, made=False)
+
+    def on_cuda(*operands):
+        return tuple(_call("jax_fp4_amax", (*results, scratch), operands, **attributes)[:-1])
+
+    def on_cpu(*operands):
+        return tuple(_call("jax_fp4_amax", results, operands, **attributes))
+
+    row, column = _by_platform(on_cuda, on_cpu)(*operands)
+    return tuple(row if axis == -1 else column for axis in axes)
 
 
 @runtime_checkable
@@ -379,21 +407,27 @@ def grouped_contraction(
     dtype,
     *,
     rows_last: bool,
-) -> Float[Array, "g k n"]:
+    parts: int = 1,
+) -> Float[Array, "g k n"] | Float[Array, "parts g p n"]:
     """-> acc * lhs_factor * rhs_factor, acc of each group the transpose of its rows of lhs [m, k] times its rows of rhs
     [m, n], both multiples of 8. rows_last: lhs [k, P] and rhs [n, P] stored column-wise, padding and all. Sizes are cut
-    at m."""
+    at m. parts: of k, each a multiple of PART_ROWS; those of all groups lie together."""
     rows = 0 if rows_last else 1
-    out = jax.ShapeDtypeStruct((group_sizes.shape[0], lhs.shape[rows], rhs.shape[rows]), dtype)
+    shape = (group_sizes.shape[0], lhs.shape[rows] // parts, rhs.shape[rows])
+    out = jax.ShapeDtypeStruct((parts, *shape) if parts > 1 else shape, dtype)
     factors = (_operand(factor, lhs, jnp.float32) for factor in (lhs_factor, rhs_factor))
     operands = lhs, rhs, *factors, group_sizes
-    return _product("jax_fp4_grouped_contraction", out, operands, rows_last=np.bool_(rows_last), m=np.int64(m))
+    attributes = dict(rows_last=np.bool_(rows_last), m=np.int64(m), parts=np.int64(parts))
+    return _product("jax_fp4_grouped_contraction", out, operands, **attributes)
 
 
 def _product(target: str, out, operands, **attributes):
     # One call takes one set of sizes, and has no batch.
     results = out, _scratch(COUNTER)
     return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*operands, **attributes)[0]
+
+
+PART_ROWS = 256  # of a part of a contraction's result: kPartRows of grouped_gemm.h
 
 
 # CUDA handlers get their scratch as a result that nobody reads: it is XLA's like any other buffer, also while a CUDA

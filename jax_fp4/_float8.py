@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jax_fp4 import _ffi, _groups, _record, reference_fp8
-from jax_fp4._arguments import Tensor, compute_dtype, global_amax, refuse_borders, refuse_padding
+from jax_fp4._arguments import Tensor, compute_dtype, refuse_borders, refuse_padding
 from jax_fp4._array import QuantizedTensor, scaling
 from jax_fp4._errors import is_strict, message
 from jax_fp4._formats import (
@@ -58,7 +58,7 @@ def quantize(
         for name, value in (("amax", amax), ("scale", scale))
     ]
     if q.scaling == "float8" and amax is None and scale is None:
-        given[0] = global_amax(tensor, Quantization(compute_dtype=q.compute_dtype))
+        given[0] = _amax_of_whole(tensor, q, implementation)
     check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
     _note(op, tensor, q, axes, implementation)
     if tensor.is_split_by_xla:
@@ -67,6 +67,10 @@ def quantize(
         result = _called(op, format, implementation, is_strict(), tensor, q, axes, *given)
     packed = partial(_packed, tensor=tensor, format=format)
     return tuple(packed(result[3 * i : 3 * i + 3], q=replace(q, axis=axis)) for i, axis in enumerate(axes))
+
+
+def _amax_of_whole(tensor: Tensor, q: Float8Quantization, implementation: Implementation):
+    return tensor.amaxes(Quantization(compute_dtype=q.compute_dtype), (-1,), (None,), implementation)[0]
 
 
 @functools.cache
@@ -86,7 +90,7 @@ def _split(
         def function(x, amax, scale):
             tensor = Tensor.of(op, x, batch_dims, None, implementation, part)
             if q.scaling == "float8" and amax is None and scale is None:
-                amax = global_amax(tensor, Quantization(compute_dtype=q.compute_dtype))
+                amax = _amax_of_whole(tensor, q, implementation)
             arrays = list(_called(op, format, implementation, strict, tensor, q, axes, amax, scale))
             layout = Layout.of(x.shape, batch_dims, axes, q.block, q.tile)
             for i, axis in enumerate(axes):

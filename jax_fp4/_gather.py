@@ -33,10 +33,12 @@ def gathered(shard: Shard, placement: Placement, dtype) -> Float[Array, "*g k n"
 
 
 def quantized_plane(
-    shard: Shard, scaling: Scaling, axis: int, placement: Placement, dtype, scale=None
+    shard: Shard, scaling: Scaling, axis: int, placement: Placement, dtype, scale=None, amax=None
 ) -> QuantizedTensor:
-    """The kernel quantized along `axis`, 0 (k) or -1 (n), whichever way it is moved."""
-    flags: dict[str, Any] = dict(axis=axis, batch_dims=shard.ndim - 2, dtype=dtype, scale=scale, **scaling.flags)
+    """The kernel quantized along `axis`, 0 (k) or -1 (n), whichever way it is moved. amax: its own, if that is known."""
+    flags: dict[str, Any] = dict(
+        axis=axis, batch_dims=shard.ndim - 2, dtype=dtype, scale=scale, amax=amax, **scaling.flags
+    )
     if moves_packed(shard.shape, scaling, axis, placement):
         plane = named(quantize(shard, specs=placement.shard(shard.ndim), **flags))
         return packed_plane(plane, placement)
@@ -88,9 +90,18 @@ def joined(part: Any, axes: Axes, axis: int) -> Any:
     return lax.bitcast_convert_type(parts, jnp.uint8).reshape(*parts.shape[:-1], -1)
 
 
+def scatter_parts(placement: Placement) -> int:
+    """In how many parts the weight gradient of groups is best made, of rows that end up on one device: as it is sent,
+    which XLA would have to reorder it for. 1: in one, as everywhere else."""
+    gathers = placement.gathers
+    return size_of(gathers[0].axes) if [gather.dim for gather in gathers] == [1] else 1
+
+
 @jax.named_scope("scatter")
 def scattered(dw: Float[Array, "*g k n"], placement: Placement, dtype) -> Shard:
-    """The shard of the sum over the devices of dw, which has the dtype that it is summed in."""
+    """The shard of the sum over the devices of dw (of groups, in `scatter_parts`), in the dtype that dw has."""
+    if dw.ndim > 3:
+        return lax.psum_scatter(dw, placement.gathers[0].axes).astype(dtype)
     for gather in reversed(placement.gathers):
         dw = lax.psum_scatter(dw, gather.axes, scatter_dimension=gather.dim, tiled=True)
     return dw.astype(dtype)

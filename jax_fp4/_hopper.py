@@ -74,23 +74,43 @@ def rows(
 
 
 def quantized_contraction(
-    lhs: Float[Array, "k P"], rhs: Float[Array, "n P"], column, row, group_sizes, m: int, dtype
+    lhs: Float[Array, "k P"], rhs: Float[Array, "n P"], column, row, group_sizes, m: int, dtype, parts: int
 ) -> Array:
     """[g,k,n] = [k,m] @ [m,n] over the rows of each group, of operands stored column-wise, as exact bfloat16. column,
-    row: their `tensor_factor`, [g, 1, 1] or [g, k, 1] and [g, n, 1]."""
+    row: their `tensor_factor`, [g, 1, 1] or [g, k, 1] and [g, n, 1]. parts: more than one give [parts, g, k/parts, n].
+    """
     groups = group_sizes.shape[0]
     column, row = (_by_group(factor[..., 0], groups) for factor in (column, row))
     lhs, rhs = (_up_to(a, 1, grouped_extent(m, groups)) for a in (lhs, rhs))
-    return _ffi.grouped_contraction(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=True)
+    return _in_parts(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=True, parts=parts)
 
 
-def contraction(lhs: Float[Array, "m k"], rhs: Float[Array, "m n"], group_sizes, dtype, column=None, row=None) -> Array:
+def contraction(
+    lhs: Float[Array, "m k"], rhs: Float[Array, "m n"], group_sizes, dtype, parts: int, column=None, row=None
+) -> Array:
     """The same in bfloat16, of operands stored row by row; their factors, if there are any, are those of groups."""
     (m, k), n = lhs.shape, rhs.shape[1]
     lhs, rhs = _whole(lhs, 1), _whole(rhs, 1)
     column, row = (None if factor is None else factor.reshape(-1) for factor in (column, row))
-    dw = _ffi.grouped_contraction(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=False)
-    return dw[:, :k, :n]
+    if lhs.shape[1] != k:
+        dw = _ffi.grouped_contraction(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=False)
+        return rows_in_parts(dw[:, :k, :n], parts)
+    return _in_parts(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=False, parts=parts)[..., :n]
+
+
+def _in_parts(lhs, *operands, rows_last: bool, parts: int) -> Array:
+    """Written as parts where these are of whole tiles."""
+    whole = lhs.shape[0 if rows_last else 1] % (parts * _ffi.PART_ROWS) == 0
+    dw = _ffi.grouped_contraction(lhs, *operands, rows_last=rows_last, parts=parts if whole else 1)
+    return dw if whole else rows_in_parts(dw, parts)
+
+
+def rows_in_parts(dw: Any, parts: int) -> Array:
+    """[g,k,n] as [parts, g, k/parts, n]; of one part, as it is."""
+    if parts == 1:
+        return dw
+    g, k, n = dw.shape
+    return jnp.moveaxis(dw.reshape(g, parts, k // parts, n), 1, 0)
 
 
 def _matrix(a: Array) -> Array:

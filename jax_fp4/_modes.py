@@ -1,7 +1,7 @@
 """What each backward mode multiplies and keeps: the table of docs/numerics.md, section 4, as code."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from jax_fp4 import reference
 from jax_fp4._array import QuantizedTensor, block_length, scaling, stored_dtypes
 from jax_fp4._errors import message
 from jax_fp4._formats import padded
-from jax_fp4._gather import gathered, packed_plane, quantized_plane, reduce_dtype, scattered
+from jax_fp4._gather import gathered, packed_plane, quantized_plane, reduce_dtype, scatter_parts, scattered
 from jax_fp4._ops import Made
 from jax_fp4._placement import LOCAL, UNFLATTENED, WHOLE, Part, Placement
 from jax_fp4._planes import quantized
 from jax_fp4._products import contraction, grouped_product, product
-from jax_fp4._recipe import BackwardMode, Recipe, draws, mode_of, scaling_of
+from jax_fp4._recipe import BackwardMode, Recipe, Scaling, draws, mode_of, scaling_of
 from jax_fp4._rules import is_kept, keep
 from jax_fp4.checkpoint_policies import HIGH_PRECISION, PRODUCT
 
@@ -33,6 +33,7 @@ class Residuals(NamedTuple):
     x: Float[Array, "m k"] | QuantizedTensor  # for dw
     kernel: Float[Array, "k n"] | QuantizedTensor  # for dx
     seed: UInt32[Array, "2"]  # of dy's stochastic rounding
+    amax: Any = None  # of a kernel that is gathered and quantized again, where it is that of the forward
     beside: Any = None  # while diagnostics are collected, what the same product in high precision keeps
 
 
@@ -100,22 +101,15 @@ def planes_of_kernel(
 
 
 def gathered_again(
-    shard: Any, recipe: Recipe | None, dtype, placement: Placement, scale=None
+    shard: Any, recipe: Recipe | None, dtype, placement: Placement, scale=None, amax=None
 ) -> Float[Array, "*g k n"] | QuantizedTensor:
     """What the input gradient multiplies of a kernel of which a shard was kept."""
     if isinstance(shard, QuantizedTensor):  # frozen, and the right plane
         return packed_plane(shard, placement)
-    forward, axis = scaling_of(recipe, "forward", "kernel"), 0
-    match mode_of(recipe, "dgrad"):
-        case BackwardMode.DEFAULT:
-            scaling, axis = scaling_of(recipe, "dgrad", "kernel"), -1
-        case BackwardMode.UNQUANT:
-            scaling = None
-        case BackwardMode.DEQUANT:
-            scaling = forward
+    scaling, axis = _plane_for_dx(recipe)
     if scaling is None:
         return gathered(shard, placement, dtype)
-    return quantized_plane(shard, scaling, axis, placement, dtype, scale)
+    return quantized_plane(shard, scaling, axis, placement, dtype, scale, amax)
 
 
 @jax.named_scope("forward")
@@ -160,7 +154,31 @@ def residuals(
             for_dw = keep(qx.forward if needs.kernel else None, lambda: qx.forward)
     for_dx = _for_dx(x.dtype, kernel, qw, recipe, needs, placement)
     draw = seed if draws(recipe) and seed is not None else jnp.zeros(0, jnp.uint32)
-    return Residuals(_as_bytes(for_dw), _as_bytes(for_dx), draw)
+    amax = _amax_again(kernel, qw.forward, recipe, placement)
+    amax = None if amax is None else keep(amax if needs.x else None, lambda: amax)
+    return Residuals(_as_bytes(for_dw), _as_bytes(for_dx), draw, amax)
+
+
+def _amax_again(kernel: Any, plane: Any, recipe: Recipe | None, placement: Placement) -> Any:
+    """The amax that a kernel has in both its planes, if it is gathered and quantized again: to find it anew is to read
+    the whole shard, and to ask the other devices."""
+    again, _ = _plane_for_dx(recipe)
+    if not placement.gathers or again is None or is_frozen(kernel) or not isinstance(plane, QuantizedTensor):
+        return None
+    of_shards = any(gather.dim < kernel.ndim - 2 for gather in placement.gathers)  # each has other matrices
+    alike = plane.format == again.format == "nvfp4" and not (plane.row_scaled or again.row_scaled)
+    return plane.amax if alike and not of_shards else None
+
+
+def _plane_for_dx(recipe: Recipe | None) -> tuple[Scaling | None, Literal[-1, 0]]:
+    """How a kernel that is gathered again is quantized, and along which axis."""
+    match mode_of(recipe, "dgrad"):
+        case BackwardMode.DEFAULT:
+            return scaling_of(recipe, "dgrad", "kernel"), -1
+        case BackwardMode.UNQUANT:
+            return None, 0
+        case BackwardMode.DEQUANT:
+            return scaling_of(recipe, "forward", "kernel"), 0
 
 
 def _for_dx(dtype, kernel: Any, qw: Planes, recipe: Recipe | None, needs: Needs, placement: Placement) -> Any:
@@ -215,13 +233,14 @@ def gradients(
     amax = next((q.amax for q in (row, column) if q is not None), None)
     x_dtype, kernel_dtype = dtypes
     x, kernel = _from_bytes(kept.x), _from_bytes(kept.kernel)
-    dx = dw = None
+    dx: Any = None
+    dw: Any = None
     if needs.x:
         with jax.named_scope("dgrad"):
             if placement.gathers:
                 # After dy: XLA would merge it with the gather of the forward, and keep the whole kernel from there on.
                 kernel, dy = lax.optimization_barrier((kernel, dy))
-                kernel = gathered_again(kernel, recipe, dy.dtype, placement, scales.kernel)
+                kernel = gathered_again(kernel, recipe, dy.dtype, placement, scales.kernel, kept.amax)
             dx = _backward_product(dy if row is None else row, kernel.mT, x_dtype, dy.dtype, group_sizes)
     if needs.kernel:
         along_m = dy if column is None else column
@@ -230,8 +249,13 @@ def gradients(
             if group_sizes is None:
                 dw = contraction(_computed(x, dy.dtype), _computed(along_m, dy.dtype), of_sum)
             else:
-                dw = _backward_product(x.mT, along_m, of_sum, dy.dtype, group_sizes)
+                parts = scatter_parts(placement)
+                dw = grouped_product(x.mT, along_m, group_sizes, of_sum, compute=dy.dtype, parts=parts)
             dw = scattered(dw, placement, kernel_dtype)
+    if placement.gathers and needs.x and needs.kernel:
+        # One product's gather and scatter hide behind its own dx and dw. Left alone, XLA puts dw off to the end of the
+        # backward, where the whole gradients of many layers wait for their turn to be scattered.
+        dx, dw = lax.optimization_barrier((dx, dw))
     return dx, dw, amax
 
 
@@ -247,11 +271,11 @@ def quantize_gradient(
 
 
 def _backward_product(lhs, rhs, dtype, compute, group_sizes) -> Array:
-    """dx = dy w^T, [m,k] = [m,n] @ [n,k]; with groups [m,n] @ [g,n,k], and dw = x^T dy, [g,k,n] = [k,m] @ [m,n]. What
-    is no array is quantized along the contracted axis beside a quantized dy, and blocked along any axis beside dy
-    itself, which it meets in the compute dtype."""
+    """dx = dy w^T, [m,k] = [m,n] @ [n,k]; with groups [m,n] @ [g,n,k]. What is no array is quantized along the
+    contracted axis beside a quantized dy, and blocked along any axis beside dy itself, which it meets in the compute
+    dtype."""
     if group_sizes is not None:
-        return grouped_product(lhs, rhs, group_sizes, dtype, compute=compute, transposed=rhs.ndim == 3)
+        return grouped_product(lhs, rhs, group_sizes, dtype, compute=compute, transposed=True)
     return product(_computed(lhs, compute), _computed(rhs, compute), dtype)
 
 

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 from jax_fp4 import _ffi, _float8, _groups, _record, reference
 from jax_fp4._arguments import (
     Tensor,
-    all_or_none,
     check_quantized,
     float_dtype,
     given_amax,
@@ -125,9 +124,9 @@ def quantize(
     tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation, specs)
     if isinstance(specs, Specs):
         refuse_borders(op, tensor, (axis,), BLOCK, q.tile)
-    given = given_amax(op, "amax", amax, tensor, q, axis)
+    given = tensor.amaxes(q, (axis,), (given_amax(op, "amax", amax, tensor, q, axis),), implementation)
     _note(op, tensor, q, (axis,), implementation)
-    return tensor.pack(_quantized(op, tensor, q, (axis,), (given,), key, implementation), q, axis)
+    return tensor.pack(_quantized(op, tensor, q, (axis,), given, key, implementation), q, axis)
 
 
 @jax.named_scope("fp4.quantize_transpose")
@@ -169,10 +168,8 @@ def quantize_transpose(
     if isinstance(specs, Specs):
         refuse_borders(op, tensor, (-1, 0), BLOCK, q.tile)
     row, column = _amax_pair(op, amax, q)
-    given = given_amax(op, "amax[0]", row, tensor, q, -1)
-    same = given is not None and column is None and not (q.hadamard or q.row_scaled)
-    given = given, given if same else given_amax(op, "amax[1]", column, tensor, q, 0)
-    given = all_or_none(given, tensor, q, (-1, 0))
+    given = given_amax(op, "amax[0]", row, tensor, q, -1), given_amax(op, "amax[1]", column, tensor, q, 0)
+    given = tensor.amaxes(q, (-1, 0), given, implementation)
     _note(op, tensor, q, (-1, 0), implementation)
     result = _quantized(op, tensor, q, (-1, 0), given, key, implementation)
     return tensor.pack(result[:3], q, -1), tensor.pack(result[3:], q, 0)
@@ -412,12 +409,10 @@ def _split(op: str, implementation: Implementation, strict: bool, q: Quantizatio
 def _of_part(x, amaxes, words, *, op, implementation, strict, q: Quantization, axes, batch_dims: int, part: Part):
     """Codes, scales and amax along each of the axes, of x, a part of a global tensor, in the shapes of `Layout`."""
     tensor = Tensor.of(op, x, batch_dims, None, implementation, part)
-    given: list = []
-    for amax, axis in zip(amaxes, axes, strict=True):
-        same = bool(given) and given[0] is not None and not (q.hadamard or q.row_scaled)
-        given.append(given[0] if same and amax is None else given_amax(op, "amax", amax, tensor, q, axis))
+    given = tuple(given_amax(op, "amax", amax, tensor, q, axis) for amax, axis in zip(amaxes, axes, strict=True))
+    given = tensor.amaxes(q, axes, given, implementation)
     run = _implementation(op, implementation, strict, q=replace(q, **tensor.totals))
-    arrays = list(_called(op, run, tensor, all_or_none(tuple(given), tensor, q, axes), words, axes))
+    arrays = list(_called(op, run, tensor, given, words, axes))
     layout = Layout.of(x.shape, batch_dims, axes, BLOCK, q.tile)
     for i, axis in enumerate(axes):
         shape = tensor.rows(axis) + (tensor.leading[batch_dims:-1] if axis == 0 and layout.unflattened else ())

@@ -215,19 +215,30 @@ def along_last(bias: Float[Array, " n"], ndim: int):
 
 @jax.named_scope("fp4.grouped_matmul")
 def grouped_product(
-    lhs, rhs, group_sizes, dtype, *, compute=None, bias=None, bias_weights=None, transposed: bool = False
+    lhs,
+    rhs,
+    group_sizes,
+    dtype,
+    *,
+    compute=None,
+    bias=None,
+    bias_weights=None,
+    transposed: bool = False,
+    parts: int = 1,
 ):
     """`grouped_matmul` without its checks. compute: what operands of a high-precision product are rounded to. A bias
     [g, n] is added in float32 before the cast to `dtype`, times the float32 weight [m] of each row if there are any.
     A quantized operand beside an array may be blocked along either axis. transposed: rhs is the transpose of an array
-    in memory (dx = dy @ w.mT), which is then read as it lies; otherwise XLA writes the transpose of all experts."""
+    in memory (dx = dy @ w.mT), which is then read as it lies; otherwise XLA writes the transpose of all experts.
+    parts: of the contraction of rows, more than one give [parts, g, k/parts, n]: what a scatter of k sends, as it lies.
+    """
     check_transforms("grouped_matmul", lhs, rhs)
     if compute is None:
         compute = jnp.promote_types(lhs.dtype, rhs.dtype)
         for operand, other in ((lhs, rhs), (rhs, lhs)):
             compute = operand.dtype if isinstance(other, QuantizedTensor) else compute
     bias_dtype = None if bias is None else bias.dtype
-    static = _Static(jnp.dtype(dtype), jnp.dtype(compute), bias_dtype, rhs.ndim == 3, transposed)
+    static = _Static(jnp.dtype(dtype), jnp.dtype(compute), bias_dtype, rhs.ndim == 3, transposed, parts)
     lhs, rhs, bias, bias_weights, group_sizes = alike(lhs, rhs, bias, bias_weights, group_sizes)
     return _grouped(lhs, rhs, bias, bias_weights, group_sizes, static)
 
@@ -238,6 +249,7 @@ class _Static(NamedTuple):
     bias_dtype: np.dtype | None
     rows: bool  # rows of lhs with matrices of the groups, else the contraction of rows
     transposed: bool
+    parts: int
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -270,6 +282,9 @@ def _grouped_bwd(static: _Static, residuals, dy):
     lhs, rhs, bias, bias_weights, group_sizes, wants_bias = residuals
     if isinstance(dy, SymbolicZero):
         return (None,) * 5
+    if static.parts > 1:
+        dy = jnp.moveaxis(dy, 0, 1).reshape(dy.shape[1], -1, dy.shape[-1])
+        static = static._replace(parts=1)
     d_lhs = d_rhs = d_bias = d_weights = None
     to_lhs, to_rhs = (static._replace(dtype=jnp.dtype(a.dtype), bias_dtype=None) for a in (lhs, rhs))
     # Through _grouped: the loops themselves carry words, of which every derivative would silently be zero.
@@ -406,16 +421,16 @@ def _forms_on_hopper(lhs, rhs, bias, weights, group_sizes, static: _Static):
 def _contraction_on_hopper(lhs, rhs, group_sizes, static: _Static):
     if not _both_quantized(lhs, rhs):
         a, b = _values(lhs, static.compute).mT, _values(rhs, static.compute)
-        return _hopper.contraction(a, b, group_sizes, static.dtype)
+        return _hopper.contraction(a, b, group_sizes, static.dtype, static.parts)
     form = common(lhs, rhs)
     a, b, column, row = product_form(lhs, form), product_form(rhs, form), tensor_factor(lhs), tensor_factor(rhs)
     if block_length(lhs) == 1:  # row by row: no group begins at a block of its own
-        return _hopper.contraction(a.mT, b.mT, group_sizes, static.dtype, column, row)
+        return _hopper.contraction(a.mT, b.mT, group_sizes, static.dtype, static.parts, column, row)
     m, sizes = lhs.shape[-1], group_sizes
     if not _both_nvfp4(lhs, rhs):  # groups of whole blocks, for the kernel sizes like others
         m, where = a.shape[-1], columns(lhs)
         sizes = where.ends - where.starts
-    return _hopper.quantized_contraction(a, b, column, row, sizes, m, static.dtype)
+    return _hopper.quantized_contraction(a, b, column, row, sizes, m, static.dtype, static.parts)
 
 
 # Jitted, so that eager calls find their compiled loops; inline: in a traced program there is no call around them.
@@ -460,6 +475,10 @@ def _rows_by_loops(lhs, rhs, bias, bias_weights, group_sizes, static: _Static):
 
 @partial(jax.jit, static_argnames="static", inline=True)
 def _contraction_by_loops(lhs, rhs, group_sizes, static: _Static):
+    return _hopper.rows_in_parts(_contracted_by_loops(lhs, rhs, group_sizes, static), static.parts)
+
+
+def _contracted_by_loops(lhs, rhs, group_sizes, static: _Static):
     groups, m = group_sizes.shape[0], lhs.shape[-1]
     out = jax.ShapeDtypeStruct((groups, lhs.shape[0], rhs.shape[-1]), static.dtype)
     if _both_quantized(lhs, rhs):

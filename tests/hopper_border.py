@@ -66,7 +66,7 @@ def grouped_matmul_bf16(x, w, bias, row_weights, group_sizes, dtype, *, transpos
     return _finish(_rows(x, w if transposed else w.mT, group), bias, row_weights, group, dtype)
 
 
-def grouped_contraction(lhs, rhs, lhs_factor, rhs_factor, group_sizes, m, dtype, *, rows_last):
+def grouped_contraction(lhs, rhs, lhs_factor, rhs_factor, group_sizes, m, dtype, *, rows_last, parts=1):
     assert lhs.dtype == rhs.dtype == jnp.bfloat16 and (lhs_factor is None) == (rhs_factor is None)
     groups = len(group_sizes)
     if rows_last:
@@ -83,6 +83,9 @@ def grouped_contraction(lhs, rhs, lhs_factor, rhs_factor, group_sizes, m, dtype,
         extent = lhs.shape[1] if shape[-1] == 1 else rhs.shape[1]
         assert factor is None or factor.shape in ((groups,), (groups, extent))
         acc = acc if factor is None else acc * factor.reshape(shape)
+    if parts > 1:
+        assert acc.shape[1] % (256 * parts) == 0
+        acc = jnp.moveaxis(acc.reshape(groups, parts, -1, acc.shape[-1]), 1, 0)
     return acc.astype(dtype)
 
 

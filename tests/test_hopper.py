@@ -13,6 +13,7 @@ from hopper_border import INTERLEAVED
 from products import error_of
 
 import jax_fp4 as fp4
+from jax_fp4 import _products
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -103,6 +104,36 @@ def test_every_mix_of_operands_in_the_contraction(monkeypatch, left, right):
         return fp4.grouped_matmul(lhs, rhs, sizes, preferred_element_type=jnp.float32)
 
     same(monkeypatch, product, normal(1, M, K, dtype=jnp.bfloat16), normal(3, M, N, dtype=jnp.bfloat16), SIZES)
+
+
+@pytest.mark.parametrize("form", ["array", "quantized", "row by row"])
+@pytest.mark.parametrize("k", [512, 40, 44])
+def test_a_contraction_in_parts(monkeypatch, form, k):
+    """What a scatter of k sends: the elements of [g, k, n] in other places, and their gradients. Of whole tiles (512)
+    the kernel writes it so."""
+
+    def parts_of(dw):
+        return jnp.moveaxis(dw.reshape(4, 2, k // 2, N), 1, 0)
+
+    def product(x, dy, sizes, parts):
+        if form == "array":
+            lhs, rhs = x.mT, dy
+        else:
+            flags = dict(row_scaled=True) if form == "row by row" else {}
+            lhs, rhs = (fp4.quantize(a, axis=0, group_sizes=sizes, **flags) for a in (x, dy))
+            lhs = lhs.mT
+        return _products.grouped_product(lhs, rhs, sizes, jnp.float32, parts=parts)
+
+    x, dy = normal(1, M, k, dtype=jnp.bfloat16), normal(3, M, N, dtype=jnp.bfloat16)
+    same(monkeypatch, lambda *a: product(*a, parts=2), x, dy, SIZES)
+    np.testing.assert_array_equal(product(x, dy, SIZES, 2), parts_of(product(x, dy, SIZES, 1)))
+    if form == "array":
+        weights = normal(5, 2, 4, k // 2, N)
+        direct, moved = (
+            jax.grad(lambda x, dy, f=f: jnp.sum(f(x, dy) * weights), (0, 1))(x, dy)
+            for f in (lambda x, dy: product(x, dy, SIZES, 2), lambda x, dy: parts_of(product(x, dy, SIZES, 1)))
+        )
+        jax.tree.map(np.testing.assert_array_equal, direct, moved)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("no rows", "no groups")])

@@ -27,6 +27,15 @@ void refuse_exclusions(Checks& checks, const QuantizeAttributes& a, bool stochas
   checks.require(!(a.grouped && tiled), "group_sizes exclude tile 16, which is for weights");
 }
 
+// One value a matrix, or one a stored row of it.
+std::vector<int64_t> amax_tail(const QuantizeOperands& o, const QuantizeAttributes& a,
+                               bool along_k) {
+  std::vector<int64_t> tail;
+  if (a.grouped && !(a.row_scaled && along_k)) tail.push_back(o.groups);
+  if (a.row_scaled) tail.push_back(along_k ? o.m : o.k);
+  return tail;
+}
+
 }  // namespace
 
 int64_t product(ffi::Span<const int64_t> extents) {
@@ -76,7 +85,7 @@ DType Checks::dtype(const char* name, const ffi::AnyBuffer& buffer) {
   }
 }
 
-QuantizeOperands check_operands(Checks& checks, const ffi::AnyBuffer& x, const ffi::AnyBuffer& seed,
+QuantizeOperands check_operands(Checks& checks, const ffi::AnyBuffer& x, const ffi::AnyBuffer* seed,
                                 const ffi::AnyBuffer& group_sizes, const QuantizeAttributes& a) {
   QuantizeOperands o = {};
   o.x = x.untyped_data();
@@ -98,12 +107,13 @@ QuantizeOperands check_operands(Checks& checks, const ffi::AnyBuffer& x, const f
   o.compute = static_cast<DType>(a.compute);
 
   o.groups = a.grouped ? last_extent(group_sizes) : 1;
-  const bool stochastic = last_extent(seed) != 0;
+  const bool stochastic = seed != nullptr && last_extent(*seed) != 0;
   const std::vector<int64_t> split = {seed_words(true, o.groups)};
-  checks.shape("seed", seed, ffi::DataType::U32, o.batch_shape, {stochastic ? kSeedWords : 0},
-               stochastic && a.grouped && o.groups > 0 ? &split : nullptr);
-  o.seed = stochastic ? static_cast<const uint32_t*>(seed.untyped_data()) : nullptr;
-  o.split_groups = stochastic && last_extent(seed) != kSeedWords;
+  if (seed != nullptr)
+    checks.shape("seed", *seed, ffi::DataType::U32, o.batch_shape, {stochastic ? kSeedWords : 0},
+                 stochastic && a.grouped && o.groups > 0 ? &split : nullptr);
+  o.seed = stochastic ? static_cast<const uint32_t*>(seed->untyped_data()) : nullptr;
+  o.split_groups = stochastic && last_extent(*seed) != kSeedWords;
 
   checks.shape("group_sizes", group_sizes, ffi::DataType::S32, o.batch_shape,
                {a.grouped ? o.groups : 0});
@@ -112,25 +122,48 @@ QuantizeOperands check_operands(Checks& checks, const ffi::AnyBuffer& x, const f
   return o;
 }
 
+QuantizeAttributes quantize_attributes(const AmaxAttributes& a) {
+  QuantizeAttributes of = {};
+  of.tile = 1;
+  of.row_scaled = a.row_scaled;
+  of.hadamard = a.hadamard;
+  of.bound = 448;
+  of.compute = a.compute;
+  of.m_total = of.k_total = -1;
+  of.grouped = a.grouped;
+  return of;
+}
+
+float* check_amax(Checks& checks, const QuantizeOperands& operands, const AmaxAttributes& a,
+                  bool along_k, ffi::AnyBuffer amax) {
+  const bool wanted = along_k ? a.row : a.column;
+  checks.shape(along_k ? "result amax" : "result amax_t", amax, ffi::DataType::F32,
+               operands.batch_shape,
+               wanted ? amax_tail(operands, quantize_attributes(a), along_k)
+                      : std::vector<int64_t>{0});
+  return wanted ? static_cast<float*>(amax.untyped_data()) : nullptr;
+}
+
+int64_t stored_blocks(const QuantizeOperands& o, const QuantizeAttributes& a, bool along_k) {
+  if (along_k) return ceil_div(o.k, kBlock);
+  return a.grouped ? grouped_blocks(o.m, o.groups) : ceil_div(o.m, kBlock);
+}
+
 FormBuffers check_form(Checks& checks, const QuantizeOperands& o, const QuantizeAttributes& a,
                        bool along_k, const char* suffix, const ffi::AnyBuffer& given,
                        ffi::AnyBuffer codes, ffi::AnyBuffer block_scale, ffi::AnyBuffer amax) {
   FormBuffers form = {};
   form.rows = along_k ? o.m : o.k;
-  form.blocks = along_k     ? ceil_div(o.k, kBlock)
-                : a.grouped ? grouped_blocks(o.m, o.groups)
-                            : ceil_div(o.m, kBlock);
+  form.blocks = stored_blocks(o, a, along_k);
   const auto named = [suffix](const char* name) { return std::string(name) + suffix; };
-  std::vector<int64_t> amax_tail;  // one value a matrix, or one a stored row of it
-  if (a.grouped && !(a.row_scaled && along_k)) amax_tail.push_back(o.groups);
-  if (a.row_scaled) amax_tail.push_back(form.rows);
+  const std::vector<int64_t> tail = amax_tail(o, a, along_k);
   checks.shape(named("amax").c_str(), given, ffi::DataType::F32, o.batch_shape,
-               a.given_amax ? amax_tail : std::vector<int64_t>{0});
+               a.given_amax ? tail : std::vector<int64_t>{0});
   checks.shape(named("codes").c_str(), codes, ffi::DataType::U8, o.batch_shape,
                {form.rows, form.blocks * kBlockCodeBytes});
   checks.shape(named("block_scale").c_str(), block_scale, ffi::DataType::F8E4M3FN, o.batch_shape,
                {form.rows, form.blocks});
-  checks.shape(named("result amax").c_str(), amax, ffi::DataType::F32, o.batch_shape, amax_tail);
+  checks.shape(named("result amax").c_str(), amax, ffi::DataType::F32, o.batch_shape, tail);
 
   form.hadamard = a.hadamard && !along_k;
   // The column-wise copy of a row-scaled tensor is made without four-over-six (numerics.md 1.4).

@@ -79,9 +79,29 @@ struct QuantizeOperands {
   const int32_t* group_sizes;
 };
 
-// Complains about what no kernel defines.
-QuantizeOperands check_operands(Checks& checks, const ffi::AnyBuffer& x, const ffi::AnyBuffer& seed,
+// Complains about what no kernel defines. No seed is as good as one without words.
+QuantizeOperands check_operands(Checks& checks, const ffi::AnyBuffer& x, const ffi::AnyBuffer* seed,
                                 const ffi::AnyBuffer& group_sizes, const QuantizeAttributes& a);
+
+// Those of amax: which of the two it finds, and what of quantize_transpose's decides about them.
+struct AmaxAttributes {
+  bool row;
+  bool column;
+  bool row_scaled;
+  bool hadamard;
+  int32_t compute;
+  bool grouped;
+};
+
+// Of the quantization that would compute them.
+QuantizeAttributes quantize_attributes(const AmaxAttributes& a);
+
+// The result of amax for one form: float32 [*B, 0] if it is not wanted; then null.
+float* check_amax(Checks& checks, const QuantizeOperands& operands, const AmaxAttributes& a,
+                  bool along_k, ffi::AnyBuffer amax);
+
+// Of a stored row: column-wise, with groups, each of these has its own.
+int64_t stored_blocks(const QuantizeOperands& operands, const QuantizeAttributes& a, bool along_k);
 
 // The results of one stored form, and its amax operand.
 struct FormBuffers {
@@ -118,5 +138,11 @@ DequantizeProblem check_dequantize(Checks& checks, const ffi::AnyBuffer& codes,
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp4::QuantizeAttributes, JAX_FP4_QUANTIZE_ATTRIBUTES);
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp4::AxisQuantizeAttributes, JAX_FP4_QUANTIZE_ATTRIBUTES,
                                       StructMember<int32_t>("axis"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fp4::AmaxAttributes, StructMember<bool>("row"),
+                                      StructMember<bool>("column"),
+                                      StructMember<bool>("row_scaled"),
+                                      StructMember<bool>("hadamard"),
+                                      StructMember<int32_t>("compute"),
+                                      StructMember<bool>("grouped"));
 
 #endif  // JAX_FP4_XLA_FFI_COMMON_HANDLER_H_

@@ -65,14 +65,27 @@ ffi::Error no_memory_for_groups(const char* op) {
                     std::string(op) + ": no memory for the table of groups");
 }
 
-ffi::Error run_quantize(const char* op, ffi::ThreadPool pool, const QuantizeCall& call) {
+namespace {
+
+ffi::Error run(const char* op, ffi::ThreadPool pool, const QuantizeCall& call,
+               void (*work)(const Kernels&, Executor&, const QuantizeCall&)) {
   try {
     PoolExecutor<ffi::ThreadPool> executor(pool);
-    quantize(kernels(), executor, call);
+    work(kernels(), executor, call);
     return ffi::Error::Success();
   } catch (const std::bad_alloc&) {
     return no_memory_for_groups(op);
   }
+}
+
+}  // namespace
+
+ffi::Error run_quantize(const char* op, ffi::ThreadPool pool, const QuantizeCall& call) {
+  return run(op, pool, call, quantize);
+}
+
+ffi::Error run_amax(const char* op, ffi::ThreadPool pool, const QuantizeCall& call) {
+  return run(op, pool, call, amaxes);
 }
 
 }  // namespace jax_fp4

@@ -23,6 +23,9 @@ ffi::Error no_memory_for_groups(const char* op);
 // quantize() for a handler, which no exception may leave: memory for the groups may run out.
 ffi::Error run_quantize(const char* op, ffi::ThreadPool pool, const QuantizeCall& call);
 
+// amaxes() for a handler.
+ffi::Error run_amax(const char* op, ffi::ThreadPool pool, const QuantizeCall& call);
+
 }  // namespace jax_fp4
 
 #endif  // JAX_FP4_XLA_FFI_CPU_HANDLER_H_

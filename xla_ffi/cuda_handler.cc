@@ -100,7 +100,7 @@ ffi::Error run_quantize(const char* op, const Context& context, ffi::AnyBuffer x
                         const Attributes& attributes) {
   constexpr bool kActivates = std::is_base_of_v<ActivateAttributes, Attributes>;
   Checks checks(op);
-  QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
+  QuantizeOperands operands = check_operands(checks, x, &seed, group_sizes, attributes);
   cuda::ActivatedInput activation = {};
   if constexpr (kActivates) activation = check_activation(checks, *weights, attributes, operands);
   if (!checks.ok()) return checks.error();
@@ -175,6 +175,29 @@ ffi::Error activate_quantize_transpose_impl(cudaStream_t stream, int32_t ordinal
                       {{true, "", {amax, codes, block_scale, amax_out}},
                        {false, "_t", {amax_t, codes_t, block_scale_t, amax_t_out}}},
                       scratch, attributes);
+}
+
+ffi::Error amax_impl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer x,
+                     ffi::AnyBuffer group_sizes, Out amax, Out amax_t, Out scratch,
+                     const AmaxAttributes& attributes) {
+  constexpr const char* op = "jax_fp4_amax";
+  Checks checks(op);
+  const QuantizeAttributes of_quantize = quantize_attributes(attributes);
+  const QuantizeOperands operands = check_operands(checks, x, nullptr, group_sizes, of_quantize);
+  if (!checks.ok()) return checks.error();
+  cuda::QuantizeProblem problem = quantize_problem(operands, of_quantize);
+  for (const bool along_k : {true, false}) {
+    cuda::StoredForm& form = along_k ? problem.row : problem.column;
+    form.amax = check_amax(checks, operands, attributes, along_k, along_k ? *amax : *amax_t);
+    form.wanted = along_k ? attributes.row : attributes.column;
+    form.hadamard = attributes.hadamard && !along_k;
+    form.bound = of_quantize.bound;
+    form.blocks = stored_blocks(operands, of_quantize, along_k);
+  }
+  require_aligned(checks, "x", problem.x);
+  require_aligned(checks, "scratch", scratch->untyped_data());
+  if (!checks.ok()) return checks.error();
+  return launch(op, cuda::launch_amax, problem, {stream, ordinal}, &scratch);
 }
 
 ffi::Error dequantize_impl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer codes,
@@ -269,6 +292,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_activate_quantize_transpose,
                                   .Ret<AnyBuffer>()  // amax_t
                                   .Ret<AnyBuffer>()  // scratch
                                   .Attrs<jax_fp4::ActivateAttributes>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_amax, jax_fp4::amax_impl,
+                              jax_fp4::in_context()
+                                  .Arg<AnyBuffer>()  // x
+                                  .Arg<AnyBuffer>()  // group_sizes
+                                  .Ret<AnyBuffer>()  // amax
+                                  .Ret<AnyBuffer>()  // amax_t
+                                  .Ret<AnyBuffer>()  // scratch
+                                  .Attrs<jax_fp4::AmaxAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_dequantize, jax_fp4::dequantize_impl,

@@ -61,6 +61,7 @@ ffi::Error grouped_matmul_impl(cudaStream_t stream, int32_t ordinal, AnyBuffer v
   cuda::GemmProblem p = {};
   p.kind = cuda::Gemm::kPacked;
   p.contracts_last = true;
+  p.parts = 1;
   p.m = extent(values, 0), p.k = extent(values, 1);
   p.groups = extent(codes, 0), p.n = extent(codes, 1);
   checks.shape("values", values, DataType::BF16, {}, {p.m, p.k});
@@ -86,6 +87,7 @@ ffi::Error grouped_matmul_bf16_impl(cudaStream_t stream, int32_t ordinal, AnyBuf
   cuda::GemmProblem p = {};
   p.kind = cuda::Gemm::kRows;
   p.contracts_last = transposed;
+  p.parts = 1;
   p.m = extent(x, 0), p.k = extent(x, 1);
   p.groups = extent(w, 0), p.n = extent(w, transposed ? 1 : 2);
   checks.shape("x", x, DataType::BF16, {}, {p.m, p.k});
@@ -101,13 +103,14 @@ ffi::Error grouped_matmul_bf16_impl(cudaStream_t stream, int32_t ordinal, AnyBuf
 ffi::Error grouped_contraction_impl(cudaStream_t stream, int32_t ordinal, AnyBuffer lhs,
                                     AnyBuffer rhs, AnyBuffer lhs_factor, AnyBuffer rhs_factor,
                                     AnyBuffer group_sizes, Out out, Out scratch, bool rows_last,
-                                    int64_t m) {
+                                    int64_t m, int64_t parts) {
   constexpr const char* op = "jax_fp4_grouped_contraction";
   Checks checks(op);
   cuda::GemmProblem p = {};
   p.kind = cuda::Gemm::kContraction;
   p.contracts_last = rows_last;
   p.m = m;
+  p.parts = parts;
   p.groups = extent(group_sizes, 0);
   p.k = extent(lhs, rows_last ? 0 : 1), p.n = extent(rhs, rows_last ? 0 : 1);
   p.stored = rows_last ? extent(lhs, 1) : 0;
@@ -122,8 +125,11 @@ ffi::Error grouped_contraction_impl(cudaStream_t stream, int32_t ordinal, AnyBuf
   p.lhs_factor = factor(checks, "lhs_factor", lhs_factor, p.groups, p.k, p.lhs_by_row);
   p.rhs_factor = factor(checks, "rhs_factor", rhs_factor, p.groups, p.n, p.rhs_by_column);
   p.lhs = lhs.untyped_data(), p.rhs = rhs.untyped_data();
-  return run(op, checks, group_sizes, *out, {p.groups, p.k, p.n}, scratch, "lhs", "rhs", p,
-             {stream, ordinal});
+  checks.require(parts > 0, "attribute parts is not positive");
+  if (!checks.ok()) return checks.error();
+  std::vector<int64_t> result = {p.groups, p.k / parts, p.n};
+  if (parts > 1) result.insert(result.begin(), parts);
+  return run(op, checks, group_sizes, *out, result, scratch, "lhs", "rhs", p, {stream, ordinal});
 }
 
 }  // namespace
@@ -168,5 +174,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_grouped_contraction, jax_fp4::grouped
                                   .Ret<AnyBuffer>()  // out
                                   .Ret<AnyBuffer>()  // scratch
                                   .Attr<bool>("rows_last")
-                                  .Attr<int64_t>("m"),
+                                  .Attr<int64_t>("m")
+                                  .Attr<int64_t>("parts"),
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -12,6 +12,7 @@ namespace nb = nanobind;
 extern "C" {  // each in the *_handler.cc of its name, those of the 8-bit formats in one
 XLA_FFI_Error* jax_fp4_quantize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_quantize_transpose(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jax_fp4_amax(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_dequantize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_quantize_float8(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_quantize_transpose_float8(XLA_FFI_CallFrame* frame);
@@ -28,6 +29,7 @@ nb::dict registrations() {
   nb::dict targets;
   targets["jax_fp4_quantize"] = capsule(&jax_fp4_quantize);
   targets["jax_fp4_quantize_transpose"] = capsule(&jax_fp4_quantize_transpose);
+  targets["jax_fp4_amax"] = capsule(&jax_fp4_amax);
   targets["jax_fp4_dequantize"] = capsule(&jax_fp4_dequantize);
   targets["jax_fp4_quantize_float8"] = capsule(&jax_fp4_quantize_float8);
   targets["jax_fp4_quantize_transpose_float8"] = capsule(&jax_fp4_quantize_transpose_float8);

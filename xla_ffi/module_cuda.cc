@@ -13,6 +13,7 @@ XLA_FFI_Error* jax_fp4_cuda_quantize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_quantize_transpose(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_activate_quantize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_activate_quantize_transpose(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jax_fp4_cuda_amax(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_dequantize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_quantize_float8(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_quantize_transpose_float8(XLA_FFI_CallFrame* frame);
@@ -34,6 +35,7 @@ nb::dict registrations() {
   targets["jax_fp4_activate_quantize"] = capsule(&jax_fp4_cuda_activate_quantize);
   targets["jax_fp4_activate_quantize_transpose"] =
       capsule(&jax_fp4_cuda_activate_quantize_transpose);
+  targets["jax_fp4_amax"] = capsule(&jax_fp4_cuda_amax);
   targets["jax_fp4_dequantize"] = capsule(&jax_fp4_cuda_dequantize);
   targets["jax_fp4_quantize_float8"] = capsule(&jax_fp4_cuda_quantize_float8);
   targets["jax_fp4_quantize_transpose_float8"] = capsule(&jax_fp4_cuda_quantize_transpose_float8);

@@ -13,7 +13,7 @@ ffi::Error quantize_impl(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer 
   Checks checks(kOp);
   checks.require(attributes.axis == -1 || attributes.axis == 0, "attribute axis is not -1 or 0");
   checks.require(!(attributes.hadamard && attributes.axis == -1), "hadamard needs axis 0");
-  const QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
+  const QuantizeOperands operands = check_operands(checks, x, &seed, group_sizes, attributes);
   if (!checks.ok()) return checks.error();
   const bool along_k = attributes.axis == -1;
   QuantizeCall call = cpu_call(operands, attributes);

@@ -12,7 +12,7 @@ ffi::Error quantize_transpose_impl(
     ffi::Result<ffi::AnyBuffer> codes_t, ffi::Result<ffi::AnyBuffer> block_scale_t,
     ffi::Result<ffi::AnyBuffer> amax_t_out, const QuantizeAttributes& attributes) {
   Checks checks(kOp);
-  const QuantizeOperands operands = check_operands(checks, x, seed, group_sizes, attributes);
+  const QuantizeOperands operands = check_operands(checks, x, &seed, group_sizes, attributes);
   if (!checks.ok()) return checks.error();
   QuantizeCall call = cpu_call(operands, attributes);
   add_form(

@@ -138,6 +138,8 @@ Case draw_case(int64_t largest) {
   p.groups = chance(0.3) ? 1 : draw(1, chance(0.1) ? 100 : 9);
   p.m = draw(1, largest * (chance(0.3) ? 4 : 1));
   p.n = draw(1, largest), p.k = draw(1, largest);
+  p.parts = p.kind == Gemm::kContraction && chance(0.3) ? draw(2, 3) : 1;
+  if (p.parts > 1) p.k = p.parts * cuda::kPartRows * draw(1, 2);
   if (p.kind == Gemm::kPacked) p.k = (p.k + 63) / 64 * 64;
   if (p.kind == Gemm::kRows) p.k = (p.k + 7) / 8 * 8;
   if (!p.contracts_last) p.n = (p.n + 7) / 8 * 8, p.k = (p.k + 7) / 8 * 8;
@@ -266,7 +268,11 @@ void compare(const Case& c, const std::vector<uint8_t>& out, int64_t samples) {
     int64_t e = contraction ? line / p.k : 0;
     if (!contraction)
       while (e < p.groups && line >= c.start[e] + c.length[e]) ++e;
-    const double got = stored_value(out, p.out_dtype, at);
+    const int64_t part_rows = p.k / p.parts, row_of_group = line % p.k;
+    const int64_t place = row_of_group / part_rows * p.groups + e;  // the matrix of the result
+    const int64_t from =
+        contraction ? (place * part_rows + row_of_group % part_rows) * p.n + column : at;
+    const double got = stored_value(out, p.out_dtype, from);
     if (e == p.groups) {
       if (got != 0 || std::signbit(got)) fail(c, "tail", line, column, got, 0);
       continue;

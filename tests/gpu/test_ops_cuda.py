@@ -88,6 +88,24 @@ def test_groups_equal_the_cpu(gpu, cpu, variant):
         assert_same(on(gpu, quantize, x, sizes), on(cpu, quantize, x, sizes), sizes)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("flags", [{}, {"row_scaled": True}, {"hadamard": True}], ids=str)
+@pytest.mark.parametrize("axes", [(-1,), (0,), (-1, 0)], ids=str)
+def test_the_amax_alone_equals_the_cpu(gpu, cpu, flags, axes, dtype):
+    """Of tensors, of groups and of a batch of grouped ones, with rows that are not read; twice in a program."""
+    amax = functools.partial(_ffi.amax, q=Quantization(**flags, compute_dtype=jnp.dtype(dtype).name), axes=axes)
+    twice = jax.jit(lambda x, sizes: (amax(x, sizes), amax(2 * x, sizes)))
+    for seed, shape in enumerate([*SHAPES, (3, 40, 72), (2, 2, 17, 256)]):
+        x = normal(shape, seed, dtype)
+        assert_same(on(gpu, twice, x, None), on(cpu, twice, x, None), shape)
+    sizes = np.int32([[100, 0, 33, 7, 100], [5, -3, 64, 0, 16]])
+    for k in (96, 50, 4096):
+        x = normal((2, 300, k), k, dtype).copy()
+        x[0, 240:], x[1, 85:], x[0, 70, 3] = np.nan, np.nan, np.inf
+        assert_same(on(gpu, twice, x, sizes), on(cpu, twice, x, sizes), k)
+        assert_same(on(gpu, twice, x[0], sizes[0]), on(cpu, twice, x[0], sizes[0]), k)
+
+
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize(
     ("k", "dtype"), [(96, jnp.bfloat16), (160, jnp.float32), (50, jnp.bfloat16)], ids=["tiles", "float32 tiles", "any"]

@@ -13,7 +13,7 @@ from grouping import CASES, total
 from products import by_experts, contraction_by_experts, error_of
 
 import jax_fp4 as fp4
-from jax_fp4 import _ffi
+from jax_fp4 import _ffi, _products
 
 TAIL = 5  # rows that no group has
 
@@ -125,6 +125,25 @@ def test_contractions_of_short_groups(gpu, k):
     got = on(gpu, lambda x, dy, sizes: fp4.grouped_matmul(x.T, dy, sizes), x, dy, sizes)
     want = contraction_by_experts(x.T.astype(np.float64), dy.astype(np.float64), sizes)
     np.testing.assert_array_equal(np.asarray(got), want.astype(got.dtype))
+
+
+@pytest.mark.parametrize("out", [jnp.float32, jnp.bfloat16], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_contractions_in_parts(gpu, quantized, out):
+    """The elements of the whole contraction, in the places of its parts: those that the kernel writes so (256 rows) and
+    others."""
+    sizes = split(7, 500 + TAIL)
+
+    def contraction(x, dy, sizes, parts):
+        if quantized:
+            x, dy = (fp4.quantize(a, axis=0, group_sizes=sizes) for a in (x, dy))
+        return _products.grouped_product(x.mT, dy, sizes, out, parts=parts)
+
+    for k, parts in ((512, 2), (1536, 3), (768, 2), (40, 4)):
+        x, dy = (poisoned(normal(i, 500 + TAIL, width), sizes) for i, width in enumerate((k, 328)))
+        whole, cut = (on(gpu, functools.partial(contraction, parts=n), x, dy, sizes) for n in (1, parts))
+        moved = np.moveaxis(np.asarray(whole, np.float32).reshape(7, parts, k // parts, 328), 1, 0)
+        np.testing.assert_array_equal(np.asarray(cut, np.float32), moved)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -27,9 +27,10 @@ const void* element(const QuantizeProblem& p, int64_t index) {
 
 void advance(StoredForm& form, int64_t blocks, int64_t amaxes) {
   if (!form.wanted) return;
+  form.amax += amaxes;
+  if (form.codes == nullptr) return;  // its amaxes alone are wanted
   form.codes += blocks * kBlockCodeBytes;
   form.block_scale += blocks;
-  form.amax += amaxes;
 }
 
 // Where the blocks of a part lie in the global tensor; a group has a tensor of its own.
@@ -174,6 +175,15 @@ void quantize(const Kernels& kernels, Executor& executor, const QuantizeCall& ca
   run(parts, executor, call, count, [&](const QuantizeProblem& p, int64_t begin, int64_t end) {
     kernels.quantize(p, begin, end);
   });
+}
+
+void amaxes(const Kernels& kernels, Executor& executor, const QuantizeCall& call) {
+  Parts parts(call.batch, call.entry.m, call.grouped, call.groups, call.group_sizes, kBlock);
+  compute_amaxes(kernels, executor, call, parts);
+  for (const bool row_wise : {true, false}) {
+    const StoredForm& form = row_wise ? call.entry.row : call.entry.column;
+    if (form.wanted) store_amax(form.amax, amax_count(call, row_wise));
+  }
 }
 
 void dequantize(const Kernels& kernels, Executor& executor, const DequantizeProblem& p) {

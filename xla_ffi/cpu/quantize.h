@@ -36,6 +36,9 @@ int64_t amax_count(const QuantizeCall& call, bool row_wise);
 // May throw std::bad_alloc, before anything is written; never without groups.
 void quantize(const Kernels& kernels, Executor& executor, const QuantizeCall& call);
 
+// The amaxes of the wanted forms alone, computed. Of a form wanted, hadamard and amax are read.
+void amaxes(const Kernels& kernels, Executor& executor, const QuantizeCall& call);
+
 // What the formats share: bits of the maximum |x|, rounded to `compute`, of each part of x
 // [batch, m, k], in the order of their numbers; and amaxes with every NaN as kNanBits.
 void tensor_amaxes(const Kernels& kernels, Executor& executor, Parts& parts, const void* x,

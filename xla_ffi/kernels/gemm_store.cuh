@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_staged(const float* sums, const GemmTask& 
     if (thread == 0) {
       for (int i = 0; i < boxes; ++i)
         store_box(map, tile.column + column_of_tile, tile.row + begin + i * kOutBoxRows,
-                  S::kContraction ? tile.group : 0, stage + i * kOutBoxRows * 128);
+                  tile.group, stage + i * kOutBoxRows * 128);
       commit_stores();
     }
     copy_rows(stage, boxes * kOutBoxRows, rows, task.columns - tile.column - column_of_tile, task,

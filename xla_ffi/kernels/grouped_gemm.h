@@ -17,7 +17,8 @@ namespace jax_fp4::cuda {
 enum class Gemm : int32_t {
   kPacked = 0,       // out[m, n]: values[m, k] times codes, block_scale [groups, n, k]
   kRows = 1,         // out[m, n]: lhs[m, k] times rhs[groups, k, n]
-  kContraction = 2,  // out[groups, k, n]: lhs[m, k] transposed times rhs[m, n], by group
+  kContraction = 2,  // out[groups, k, n]: lhs[m, k] transposed times rhs[m, n], by group; in parts
+                     // of k, out[parts, groups, k / parts, n]
 };
 
 struct GemmProblem {
@@ -26,6 +27,7 @@ struct GemmProblem {
   // kContraction: [k, stored], [n, stored] with each group's positions from a block of 16 on.
   bool contracts_last;
   int64_t m, n, k, groups;
+  int64_t parts;    // of a contraction's k, each of whole tiles of kPartRows; otherwise 1
   int64_t stored;   // positions in memory of a contraction, kContraction and contracts_last
   const void* lhs;  // under kPacked in interleaved order (launch_interleave)
   const void* rhs;  // codes under kPacked
@@ -42,6 +44,7 @@ struct GemmProblem {
 };
 
 constexpr int kMostGroups = 1024;  // fit in shared memory
+constexpr int kPartRows = 256;     // a tile of a contraction lies in one part of the result
 
 // Why the kernels do not take a problem, "" where they do: what they need is said in the text.
 const char* why_not(const GemmProblem& problem);

@@ -18,6 +18,7 @@ using RowsAlong = GemmShape<Columns::kAlong, false, 256, 2, 1, 4, 64, 1>;
 using RowsAcross = GemmShape<Columns::kAcross, false, 256, 2, 1, 4, 64, 1>;
 using ContractionAlong = GemmShape<Columns::kAlong, true, 256, 2, 1, 3, 128, 2>;
 using ContractionAcross = GemmShape<Columns::kAcross, true, 256, 2, 1, 3, 128, 2>;
+static_assert(ContractionAlong::kTileRows == kPartRows && ContractionAcross::kTileRows == kPartRows);
 
 // How both operands and the result lie in memory.
 struct Maps {
@@ -38,6 +39,19 @@ __device__ __forceinline__ void store_part(const float* sums, const GemmTask& ta
                                                   1 + warpgroup, out);
 }
 
+// The tile, with the matrix of the result as its group and its first row there.
+template <bool kContraction>
+__device__ __forceinline__ Tile in_result(const GemmTask& task, const Tile& tile) {
+  Tile placed = tile;
+  placed.group = 0;
+  if constexpr (kContraction) {
+    const int32_t part = tile.row / task.part_rows;
+    placed.group = part * task.groups + tile.group;
+    placed.row = tile.row - part * task.part_rows;
+  }
+  return placed;
+}
+
 // Of the warpgroup's 64 columns of the tile.
 template <class S, class Store, int kRows>
 __device__ __forceinline__ void store(const float* sums, const GemmTask& task,
@@ -46,14 +60,16 @@ __device__ __forceinline__ void store(const float* sums, const GemmTask& task,
   const int column = warpgroup * 64;
   const uint32_t stage = memory + S::kOutAt + warpgroup * S::kRoundRows * S::kRounds * 128;
   const int lane_column = column + threadIdx.x % kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4;
-  const int64_t first = S::kContraction ? int64_t{tile.group} * task.rows + tile.row : tile.row;
+  const Tile placed = in_result<S::kContraction>(task, tile);
+  const int64_t first = int64_t{placed.group} * task.part_rows + placed.row;
   auto* out =
       static_cast<typename Store::Word*>(task.out) + first * task.columns + tile.column + column;
   const Finish finish(task, tile, lane_column, S::kContraction, S::kPacked ? kDecodedUnit : 1.0f);
   if (finish.by_column_alone)
-    store_part<S, Store, kRows, true>(sums, task, map, tile, finish, column, warpgroup, stage, out);
+    store_part<S, Store, kRows, true>(sums, task, map, placed, finish, column, warpgroup, stage,
+                                      out);
   else
-    store_part<S, Store, kRows, false>(sums, task, map, tile, finish, column, warpgroup, stage,
+    store_part<S, Store, kRows, false>(sums, task, map, placed, finish, column, warpgroup, stage,
                                        out);
 }
 
@@ -238,7 +254,8 @@ Operand rows_operand(const GemmProblem& p) {
 
 template <class S>
 Operand out_operand(const GemmProblem& p) {
-  if (S::kContraction) return {p.out, false, p.n, p.k, p.groups, 64, kOutBoxRows};
+  if (S::kContraction)
+    return {p.out, false, p.n, p.k / p.parts, p.parts * p.groups, 64, kOutBoxRows};
   return {p.out, false, p.n, p.m, 1, 64, kOutBoxRows};
 }
 
@@ -261,6 +278,7 @@ GemmTask make_task(const GemmProblem& p) {
   const bool contraction = p.kind == Gemm::kContraction;
   task.m = static_cast<int32_t>(p.m);
   task.rows = static_cast<int32_t>(contraction ? p.k : 0);
+  task.part_rows = static_cast<int32_t>(contraction ? p.k / p.parts : 0);
   task.columns = static_cast<int32_t>(p.n);
   task.contracted = static_cast<int32_t>(p.k);
   task.groups = static_cast<int32_t>(p.groups);
@@ -337,6 +355,8 @@ const char* why_not(const GemmProblem& p) {
   if (p.groups > kMostGroups) return "more than 1024 groups";
   if (p.m >= kMost - 1024 || p.n >= kMost - 1024 || p.k >= kMost - 1024 || p.stored >= kMost - 1024)
     return "an extent is beyond 2^31";
+  if (p.parts != 1 && (p.kind != Gemm::kContraction || p.parts < 1 || p.k % (p.parts * kPartRows)))
+    return "a part of k is no multiple of 256";
   if (p.kind == Gemm::kPacked && p.k % kContractedTile != 0)
     return "the contracted extent is no multiple of 64";
   if (p.kind == Gemm::kContraction && p.contracts_last)

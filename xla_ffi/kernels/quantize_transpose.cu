@@ -265,6 +265,19 @@ int64_t scratch_bytes(const QuantizeProblem& problem) {
   return lay_out_scratch(task, nullptr);
 }
 
+cudaError_t launch_amax(const QuantizeProblem& problem, void* scratch, cudaStream_t stream) {
+  if (!is_valid(problem) || amaxes_are_given(problem) ||
+      problem.activation.kind != Activation::kNone)
+    return cudaErrorInvalidValue;
+  QuantizeTask task = {};
+  task.p = problem;
+  if (lay_out_scratch(task, scratch) > 0 && scratch == nullptr) return cudaErrorInvalidValue;
+  if (problem.batch == 0 || !(problem.row.wanted || problem.column.wanted)) return cudaSuccess;
+  cudaError_t error = problem.grouped ? launch_groups(task, stream) : cudaSuccess;
+  if (error == cudaSuccess && !clears_amaxes(problem)) error = launch_clear_amaxes(task, stream);
+  return error == cudaSuccess ? launch_amaxes(task, stream) : error;
+}
+
 cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scratch,
                                       cudaStream_t stream) {
   if (!is_valid(problem)) return cudaErrorInvalidValue;

@@ -91,6 +91,10 @@ int64_t scratch_bytes(const QuantizeProblem& problem);
 cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scratch,
                                       cudaStream_t stream);
 
+// The amaxes of the wanted forms alone, which nobody gives, of an x that no activation makes; codes
+// and block_scale may be null.
+cudaError_t launch_amax(const QuantizeProblem& problem, void* scratch, cudaStream_t stream);
+
 }  // namespace jax_fp4::cuda
 
 #endif  // JAX_FP4_XLA_FFI_KERNELS_QUANTIZE_TRANSPOSE_H_

@@ -1,0 +1,63 @@
+"""The amax of a tensor of which a device has a part: of its own part, then the largest over the mesh axes that cut it.
+
+A quantizer computes the amax of what is whole by itself.
+"""
+
+import functools
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jax_fp4 import _ffi, reference
+from jax_fp4._errors import is_strict
+from jax_fp4._formats import Quantization
+from jax_fp4._lowering import Implementation, native_or_reference
+from jax_fp4._placement import Axes, Part, largest
+
+Stored = tuple[int, ...]  # the axes of stored forms, -1 or 0
+
+
+def amaxes_of_whole(
+    x: Any, group_sizes: Any, part: Part, batch_dims: int, q: Quantization, axes: Stored, given: tuple,
+    implementation: Implementation = None,
+) -> tuple:  # fmt: skip
+    """For each of the stored forms the amax of the tensor of which x [*b, m, k] is a part, in the shape that kernels
+    take; those that are given stay. All None where x is the whole: the quantizer then computes them."""
+    over = [_axes_of_amax(part, batch_dims, q, axis) for axis in axes]
+    missing = [axis for axis, amax in zip(axes, given, strict=True) if amax is None]
+    cut = any(of_one for of_one, amax in zip(over, given, strict=True) if amax is None)
+    beside = bool(part.dims) and 0 < len(missing) < len(axes)  # kernels take both or none
+    if not (cut or beside):
+        return given
+    alike = not (q.hadamard or q.row_scaled)  # one maximum for both forms
+    wanted = (-1,) if alike else tuple(missing)
+    found = _local_amaxes(implementation, is_strict(), replace(q, axis=-1), wanted)(x, group_sizes)
+    amaxes = dict(zip(wanted, found, strict=True))
+    if alike:
+        whole = largest(amaxes[-1], over[axes.index(missing[0])])
+        return tuple(whole if amax is None else amax for amax in given)
+    return tuple(
+        largest(amaxes[axis], of_one) if amax is None else amax
+        for axis, of_one, amax in zip(axes, over, given, strict=True)
+    )
+
+
+def _axes_of_amax(part: Part, batch_dims: int, q: Quantization, axis: int) -> Axes:
+    """The mesh axes over whose devices the maximum of a stored form, or of each of its rows, is spread."""
+    if not q.row_scaled:
+        return part.axes(batch_dims)
+    if axis == -1:
+        return part.dims[-1] if part.dims else ()
+    return tuple(name for of_dim in part.dims[batch_dims:-1] for name in of_dim)
+
+
+@functools.cache
+def _local_amaxes(implementation: Implementation, strict: bool, q: Quantization, axes: Stored):
+    no_cuda = ("the CUDA extension", _ffi.cuda_missing) if _ffi.cuda_missing else None
+    native, specification = (partial(function, q=q, axes=axes) for function in (_ffi.amax, _specified))
+    return native_or_reference("quantize", native, specification, implementation, strict, no_cuda)
+
+
+def _specified(x, group_sizes, q: Quantization, axes: Stored) -> tuple:
+    each = (replace(q, axis=axis, hadamard=q.hadamard and axis == 0) for axis in axes)
+    return tuple(reference.amax(x, group_sizes, one) for one in each)
