@@ -65,6 +65,7 @@ if _cuda is not None:
 TARGETS = (
     "jax_fp4_quantize",
     "jax_fp4_quantize_transpose",
+    "jax_fp4_activate",
     "jax_fp4_activate_quantize",
     "jax_fp4_activate_quantize_transpose",
     "jax_fp4_amax",
@@ -213,6 +214,20 @@ class Activated(Protocol):
     def beta1(self) -> float | None: ...
     @property
     def beta2(self) -> float | None: ...
+
+
+def activate(
+    h: Float[Array, "*b m h"],
+    weights: Float32[Array, "*b m"] | None,
+    group_sizes: Int32[Array, "*b g"] | None,
+    activation: Activated,
+) -> Float[Array, "*b m k"]:
+    """-> the activation of h times the rows' weights, as made below; anything in rows of no group. CUDA only."""
+    x, q = _activated(h, activation), Quantization(compute_dtype=h.dtype.name)
+    attributes = _attributes(q, None, group_sizes) | _activation_attributes(activation, weights)
+    operands = h, _operand(weights, x, jnp.float32), _operand(group_sizes, x, jnp.int32)
+    results = x, _quantize_scratch(x, q, group_sizes, made=False)
+    return _call("jax_fp4_activate", results, operands, **attributes)[0]
 
 
 def activate_quantize(

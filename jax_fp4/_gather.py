@@ -35,7 +35,7 @@ def gathered(shard: Shard, placement: Placement, dtype) -> Float[Array, "*g k n"
 def quantized_plane(
     shard: Shard, scaling: Scaling, axis: int, placement: Placement, dtype, scale=None, amax=None
 ) -> QuantizedTensor:
-    """The kernel quantized along `axis`, 0 (k) or -1 (n), whichever way it is moved. amax: its own, if that is known."""
+    """The kernel quantized along `axis`, 0 (k) or -1 (n), whichever way it is moved. amax: its own, where known."""
     flags: dict[str, Any] = dict(
         axis=axis, batch_dims=shard.ndim - 2, dtype=dtype, scale=scale, amax=amax, **scaling.flags
     )

@@ -27,7 +27,15 @@ from jax_fp4._arguments import (
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import Support, is_strict, message
 from jax_fp4._formats import BLOCK, FLOAT8_FORMATS, PACK, Quantization, grouped_extent, padded, stored
-from jax_fp4._lowering import IMPLEMENTATIONS, Implementation, local, native_or_reference, undifferentiable
+from jax_fp4._lowering import (
+    IMPLEMENTATIONS,
+    Implementation,
+    choose,
+    is_partitioned,
+    local,
+    native_or_reference,
+    undifferentiable,
+)
 from jax_fp4._partition import partitioned
 from jax_fp4._partition_rules import Layout, decode_rule, quantize_rule
 from jax_fp4._placement import WHOLE, Part, Specs
@@ -205,6 +213,23 @@ def quantize_made(
     return tuple(tensor.pack(result[3 * i : 3 * i + 3], q, axis) for i, axis in enumerate(axes))
 
 
+def as_made(x: Float[Array, "*m k"], made: Made, group_sizes) -> Float[Array, "*m k"]:
+    """x, on CUDA made of h as the call above makes it: for a part of a tensor, whose amax is found before it is
+    quantized. Rows of no group may hold anything."""
+    if _ffi.cuda_missing:
+        return x
+
+    def on_cuda(x, h, weights, group_sizes):
+        weights = None if weights is None else weights.astype(jnp.float32)
+        return _ffi.activate(h, weights, group_sizes, made.activation).reshape(x.shape)
+
+    def otherwise(x, *_):
+        return x
+
+    usable = lambda context: not is_partitioned(context)  # noqa: E731
+    return local(choose(on_cuda, otherwise, usable=usable))(x, made.h, made.weights, group_sizes)
+
+
 def _amax_pair(op: str, amax, q: Quantization):
     """The given amaxes of the two forms, one for both where they have the same maximum."""
     if amax is None:
@@ -353,8 +378,8 @@ def _made(op: str, strict: bool, q: Quantization, activation: _ffi.Activated):
         weights = None if weights is None else weights.astype(jnp.float32)
         return native(h, weights, group_sizes, q, activation)
 
-    choose = partial(jax.lax.platform_dependent, cuda=fused, default=otherwise)
-    return jax.jit(undifferentiable(op, choose), inline=True)
+    either = partial(jax.lax.platform_dependent, cuda=fused, default=otherwise)
+    return jax.jit(undifferentiable(op, either), inline=True)
 
 
 # One name for an op everywhere: the handler's wrapper and the specification.

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jax_fp4 import _record
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._lowering import choose, is_partitioned
-from jax_fp4._ops import Made, quantize, quantize_made, quantize_transpose
+from jax_fp4._ops import Made, as_made, quantize, quantize_made, quantize_transpose
 from jax_fp4._placement import UNFLATTENED, WHOLE
 from jax_fp4._recipe import Scaling
 from jax_fp4._rules import named
@@ -28,18 +28,21 @@ def quantized(
     made: what `a` is made of, where that is known.
     """
     part = flags.get("specs", WHOLE)
-    # Of a part of a tensor the amax is that of all of it, which the call cannot know.
-    if row is not None and made is not None and row.format == "nvfp4" and part in (WHOLE, UNFLATTENED):
-        both = row == column
-        first, *rest = _quantized_made(a, row, both, made, flags)
-        return named(first), named(rest[0]) if both else quantized(a, None, column, **flags)[1]
+    of_row = a
+    if row is not None and made is not None and row.format == "nvfp4":
+        if part in (WHOLE, UNFLATTENED):
+            both = row == column
+            first, *rest = _quantized_made(a, row, both, made, flags)
+            return named(first), named(rest[0]) if both else quantized(a, None, column, **flags)[1]
+        # Of a part of a tensor the amax is that of all of it, which the call cannot know.
+        of_row = as_made(a, made, flags["group_sizes"])
     if row is not None and row == column:
         key = seed if row.stochastic else None
-        first, second = quantize_transpose(a, key=key, hadamard=row.hadamard, **row.flags, **flags)
+        first, second = quantize_transpose(of_row, key=key, hadamard=row.hadamard, **row.flags, **flags)
         return named(first), named(second)
     first = second = None
     if row is not None:
-        first = named(quantize(a, key=seed if row.stochastic else None, **row.flags, **flags))
+        first = named(quantize(of_row, key=seed if row.stochastic else None, **row.flags, **flags))
     if column is not None:
         key = seed if column.stochastic else None
         second = named(quantize(a, axis=0, key=key, hadamard=column.hadamard, **column.flags, **flags))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jax_fp4 import _ffi, _float8, _ops
+from jax_fp4 import _amax, _ffi, _float8, _ops
 
 HOPPER = "sm_80, sm_90a, sm_100a"
 
@@ -44,6 +44,7 @@ def forget() -> None:
     _ops._implementation.cache_clear()
     _float8._implementation.cache_clear()
     _ops._made.cache_clear()
+    _amax._local_amaxes.cache_clear()
     jax.clear_caches()
 
 

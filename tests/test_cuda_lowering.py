@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from installations import calls, forget, lowered, pretend
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jax_fp4 as fp4
 from jax_fp4 import _ffi
@@ -154,6 +156,25 @@ def test_xla_writes_no_second_input_on_cuda(extension):
     assert made is not None
     rest = text[made.end() :].split("func.func")[0]  # names are those of one function
     assert (re.search(rf"{made[1]}\b", rest) is None) is extension
+
+
+@pytest.mark.parametrize("mode", ["default", "dequant"])
+def test_a_part_of_the_second_input_is_made_before_its_amax_is_known(extension, mode):
+    """On CUDA by the kernel too, or a mesh would change bits: the largest amax of all parts comes between the calls."""
+    parts = (fp4.Specs(x=P("data")), fp4.Specs(x=P("data")))
+    arguments = MLP["w_in"], MLP["w_out"]
+
+    def forward(x, w_in, w_out, sizes):
+        return fp4.grouped_mlp(x, w_in, w_out, sizes, recipe=fp4.NVFP4BlockScaling(mode), specs=parts)
+
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    function = jax.shard_map(forward, mesh=mesh, in_specs=(P("data"), P(), P(), P()), out_specs=P("data"))
+    text = lowered(function, jnp.concatenate([X, X]), *arguments, SIZES)
+    found = [
+        f"{name} {shape}" for name, shape in re.findall(r"custom_call @jax_fp4_(\w+)\(.*?: \(tensor<([^>]*)>", text)
+    ]
+    second = [call for call in found if "x192xbf16" in call or call.endswith("32x96xbf16")]
+    assert second == ["activate 32x192xbf16", "amax 32x96xbf16", "quantize 32x96xbf16"] * extension
 
 
 @pytest.mark.parametrize("mode", ["default", "dequant"])

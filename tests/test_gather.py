@@ -727,6 +727,34 @@ def test_each_pass_moves_the_plane_that_it_reads(mode, dim, plane):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("settings", [{}, {"two_dimensional_weights": False}], ids=str)
+def test_the_amax_of_a_kernel_is_found_once(mode, settings):
+    """Both its planes have it: the backward, which gathers again, does not read the shard for it. The other amaxes are
+    those of x and, in default, of dy, each of both its forms."""
+    where = along(0)
+    layer = partial(dense, chosen=nvfp4(mode, **settings), gather=where.gather, specs=where.specs)
+    function = sharded(layer, where, x=where.x, kernel=where.kernel)
+    forward, both = (jax.jit(each).lower(operands(), {}).as_text() for each in (function, step(function)))
+    found = [text.count("@jax_fp4_amax") for text in (forward, both)]
+    assert found == [2, 3 if mode == "default" else 2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dx_and_dw_leave_the_backward_together(mode):
+    """So that no later product's gather begins before dw is scattered, and the whole gradients of many layers never
+    exist side by side."""
+    where = along(0)
+    layer = partial(dense, chosen=nvfp4(mode), gather=where.gather, specs=where.specs)
+    function = sharded(layer, where, x=where.x, kernel=where.kernel)
+    text = jax.jit(step(function)).lower(operands(), {}).as_text()
+    together = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert any(f"tensor<{M // 8}x{K}xbf16>, tensor<{K // 4}x{N}xf32>" in line for line in together), together
+    assert (
+        "optimization_barrier" not in jax.jit(step(partial(dense, chosen=nvfp4(mode)))).lower(operands(), {}).as_text()
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_nothing_is_gathered_again_for_dw_alone(mode):
     _, both = moved_by(along(0), nvfp4(mode), ("kernel",))
     assert sorted(gathers(both)) == sorted(packed(K, N, 1))

@@ -154,6 +154,26 @@ ffi::Error quantize_transpose_impl(cudaStream_t stream, int32_t ordinal, ffi::An
                       scratch, attributes);
 }
 
+ffi::Error activate_impl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer h,
+                         ffi::AnyBuffer weights, ffi::AnyBuffer group_sizes, Out made, Out scratch,
+                         const ActivateAttributes& attributes) {
+  constexpr const char* op = "jax_fp4_activate";
+  Checks checks(op);
+  QuantizeOperands operands = check_operands(checks, h, nullptr, group_sizes, attributes);
+  const cuda::ActivatedInput input = check_activation(checks, weights, attributes, operands);
+  if (!checks.ok()) return checks.error();
+  checks.require(checks.dtype("made", *made) == operands.compute, "made is not of compute's type");
+  checks.shape("made", *made, made->element_type(), operands.batch_shape, {operands.m, operands.k});
+  cuda::QuantizeProblem problem = quantize_problem(operands, attributes);
+  problem.activation = input;
+  problem.activation.made = made->untyped_data();
+  require_aligned(checks, "h", problem.x);
+  require_aligned(checks, "made", problem.activation.made);
+  require_aligned(checks, "scratch", scratch->untyped_data());
+  if (!checks.ok()) return checks.error();
+  return launch(op, cuda::launch_activation, problem, {stream, ordinal}, &scratch);
+}
+
 ffi::Error activate_quantize_impl(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer h,
                                   ffi::AnyBuffer weights, ffi::AnyBuffer amax, ffi::AnyBuffer seed,
                                   ffi::AnyBuffer group_sizes, Out codes, Out block_scale,
@@ -259,6 +279,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_quantize_transpose, jax_fp4::quantize
                                   .Ret<AnyBuffer>()  // amax_t
                                   .Ret<AnyBuffer>()  // scratch
                                   .Attrs<jax_fp4::QuantizeAttributes>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_activate, jax_fp4::activate_impl,
+                              jax_fp4::in_context()
+                                  .Arg<AnyBuffer>()  // h
+                                  .Arg<AnyBuffer>()  // weights
+                                  .Arg<AnyBuffer>()  // group_sizes
+                                  .Ret<AnyBuffer>()  // made
+                                  .Ret<AnyBuffer>()  // scratch
+                                  .Attrs<jax_fp4::ActivateAttributes>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jax_fp4_cuda_activate_quantize, jax_fp4::activate_quantize_impl,

@@ -11,6 +11,7 @@ namespace nb = nanobind;
 extern "C" {  // in cuda_handler.cc, float8_cuda_handler.cc and grouped_gemm_handler.cc
 XLA_FFI_Error* jax_fp4_cuda_quantize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_quantize_transpose(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* jax_fp4_cuda_activate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_activate_quantize(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_activate_quantize_transpose(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* jax_fp4_cuda_amax(XLA_FFI_CallFrame* frame);
@@ -32,6 +33,7 @@ nb::dict registrations() {
   nb::dict targets;
   targets["jax_fp4_quantize"] = capsule(&jax_fp4_cuda_quantize);
   targets["jax_fp4_quantize_transpose"] = capsule(&jax_fp4_cuda_quantize_transpose);
+  targets["jax_fp4_activate"] = capsule(&jax_fp4_cuda_activate);
   targets["jax_fp4_activate_quantize"] = capsule(&jax_fp4_cuda_activate_quantize);
   targets["jax_fp4_activate_quantize_transpose"] =
       capsule(&jax_fp4_cuda_activate_quantize_transpose);

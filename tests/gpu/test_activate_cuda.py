@@ -197,6 +197,26 @@ def test_layernorm_mlp_equals_itself_in_a_partitioned_program(gpu, monkeypatch, 
         assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("name", NAMES)
+def test_made_alone_has_the_bits_of_what_the_quantizers_make(gpu, name, dtype):
+    """For parts of a tensor: codes, scales and amaxes under the amax that the fused call finds."""
+    activation, q = fp4.Activation(name), Quantization(compute_dtype=jnp.dtype(dtype).name)
+
+    def run(h, weights, sizes):
+        x = _ffi.activate(h, weights, sizes, activation)
+        apart = _ffi.quantize_transpose(x, None, None, None, sizes, q)
+        return apart, _ffi.activate_quantize_transpose(h, weights, sizes, q, activation)
+
+    for f, weighted, sizes in ((64, True, SIZES), (50, False, SIZES), (4096, True, None)):
+        h, weights = arguments(name, dtype, f, weighted, tail=np.nan if sizes is not None else 1.0)
+        with jax.default_device(gpu):
+            apart, fused = jax.jit(run)(*jax.device_put((h, weights, sizes), gpu))
+        for a, b in zip(apart, fused, strict=True):
+            a, b = (np.atleast_1d(np.asarray(part)).view(np.uint8) for part in (a, b))
+            np.testing.assert_array_equal(a, b, strict=True)
+
+
 def test_vmap_is_one_call(gpu):
     activation, q = fp4.Activation("swiglu"), Quantization(compute_dtype="bfloat16")
     run = lambda h, w: _ffi.activate_quantize(h, w, None, q, activation)  # noqa: E731

@@ -81,7 +81,8 @@ def test_codes_of_a_cut_weight(gpus, cut, form, dtype):
 @pytest.mark.parametrize("mode", ["default", "dequant", "unquant"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_gathered_kernel(gpus, mode, dim):
-    """The codes of the whole kernel: y and dx are the same to the bit."""
+    """The codes of the whole kernel: what our kernels multiply is the same to the bit. For fewer rows cuBLAS adds up in
+    another order: dx of unquant and dequant."""
     x, kernel, dy = normal(1, 512, 1024, dtype=jnp.bfloat16), experts_of(jnp.float32)[3], normal(2, 512, 768)
 
     def layer(x, kernel, dy, **where):
@@ -96,7 +97,8 @@ def test_a_gathered_kernel(gpus, mode, dim):
     specs = dict(in_specs=(P("both"), cut, P("both")), out_specs=(P("both"), P("both"), cut))
     parts = jax.shard_map(partial(layer, **where), mesh=mesh(gpus), check_vma=False, **specs)
     y, dx, dw = jax.jit(parts)(x, kernel, dy)
-    same((y, dx), want[:2])
+    same(y, want[0])
+    close(dx, want[1], 0 if mode == "default" else 1e-3)
     close(dw, want[2], 1e-6)
 
 
@@ -113,8 +115,8 @@ MOE = {
 @pytest.mark.parametrize("mode", ["default", "dequant", "unquant"])
 @pytest.mark.parametrize("name", MOE)
 def test_moe(gpus, name, mode, kind):
-    """On a mesh as on one GPU, with uneven experts. In default the gradients of kernels have other column-wise blocks
-    where the rows of an expert lie on both."""
+    """On a mesh as on one GPU, with uneven experts: y to the bit, unless it is a sum of both GPUs'. In default the
+    gradients of kernels have other column-wise blocks where the rows of an expert lie on both."""
     d, f, experts = 512, 1024, 4
     free = dict(x=normal(0, 2048, d, dtype=jnp.bfloat16), logits=normal(1, 2048, experts) + jnp.arange(experts))
     free |= dict(w_in=normal(2, experts, d, 2 * f) * d**-0.5, w_out=normal(3, experts, f, d) * f**-0.5)
@@ -133,9 +135,9 @@ def test_moe(gpus, name, mode, kind):
     want = on_one(gpus, step, free, dy)
     parts = dict(x=of_x, logits=of_x, w_in=of_in, w_out=of_out)
     y, grads = on_both(gpus, partial(step, specs=specs), kind, (parts, of_x), free, dy)
-    close(y, want[0], 1e-2 if name == "tensor" else 1e-6)  # of partial sums in bfloat16
+    tolerance = 1e-2 if name == "tensor" else 1e-5  # the former of partial sums in bfloat16
+    close(y, want[0], tolerance * (name == "tensor"))
     other_blocks = mode == "default" and of_x == P("both") and name != "expert"
-    tolerance = 1e-2 if name == "tensor" else 1e-5
     for of_one, grad in grads.items():
         assert np.isfinite(np.asarray(grad, np.float32)).all()
         if not (other_blocks and of_one in ("w_in", "w_out")):

@@ -246,7 +246,8 @@ int64_t lay_out_scratch(QuantizeTask& task, void* scratch) {
   };
   take(task.units, 4);  // whose number keeps the rest aligned
   const int64_t width = p.compute == DType::kF32 ? 4 : 2;
-  if (p.activation.kind != Activation::kNone)
+  task.made = static_cast<uint4*>(p.activation.made);
+  if (p.activation.kind != Activation::kNone && task.made == nullptr)
     take(task.made, ceil_div(p.batch * p.m * p.k * width, sizeof(*task.made)));
   if (!p.grouped) return end;
   take(task.blocks, p.batch * task.row_blocks);
@@ -276,6 +277,19 @@ cudaError_t launch_amax(const QuantizeProblem& problem, void* scratch, cudaStrea
   cudaError_t error = problem.grouped ? launch_groups(task, stream) : cudaSuccess;
   if (error == cudaSuccess && !clears_amaxes(problem)) error = launch_clear_amaxes(task, stream);
   return error == cudaSuccess ? launch_amaxes(task, stream) : error;
+}
+
+cudaError_t launch_activation(const QuantizeProblem& problem, void* scratch, cudaStream_t stream) {
+  const ActivatedInput& input = problem.activation;
+  if (!is_valid(problem) || problem.row.wanted || problem.column.wanted ||
+      input.kind == Activation::kNone || input.made == nullptr)
+    return cudaErrorInvalidValue;
+  QuantizeTask task = {};
+  task.p = problem;
+  if (lay_out_scratch(task, scratch) > 0 && scratch == nullptr) return cudaErrorInvalidValue;
+  if (problem.batch == 0) return cudaSuccess;
+  const cudaError_t error = problem.grouped ? launch_groups(task, stream) : cudaSuccess;
+  return error == cudaSuccess ? launch_activate(task, false, stream) : error;
 }
 
 cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scratch,

@@ -46,6 +46,7 @@ struct ActivatedInput {
   Activation kind;                           // kNone: the rest is not read
   float limit, alpha, offset, beta1, beta2;  // only those of the formula are read
   const float* weights;                      // [batch, m], of rows; null = none
+  void* made;                                // [batch, m, k] of `compute`; null = scratch
 };
 
 struct QuantizeProblem {
@@ -94,6 +95,10 @@ cudaError_t launch_quantize_transpose(const QuantizeProblem& problem, void* scra
 // The amaxes of the wanted forms alone, which nobody gives, of an x that no activation makes; codes
 // and block_scale may be null.
 cudaError_t launch_amax(const QuantizeProblem& problem, void* scratch, cudaStream_t stream);
+
+// What the activation makes alone, where activation.made points; rows after the last group are not
+// written. No form may be wanted.
+cudaError_t launch_activation(const QuantizeProblem& problem, void* scratch, cudaStream_t stream);
 
 }  // namespace jax_fp4::cuda
 
