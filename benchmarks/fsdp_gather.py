@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from rounds import interleaved, of_devices, of_program
 
 import jax_fp4 as fp4
-from jax_fp4._gather import joined
 
 SHAPES = ((4096, 14336), (8, 4096, 14336))
 
@@ -38,8 +37,14 @@ def programs(mesh, shape: tuple[int, ...]) -> dict[str, tuple]:
         return plane(w, fp4.Specs(x=rows))
 
     def whole(*parts):
-        """As a WeightGather does."""
-        return [joined(part, ("fsdp",), last) for part in parts]
+        """As a WeightGather gathers: parts travel as they lie, and are put in order by words of four bytes."""
+        return [joined(part) for part in parts]
+
+    def joined(part):
+        gathered = jax.lax.all_gather(part, "fsdp")
+        words = jax.lax.bitcast_convert_type(gathered.reshape(*gathered.shape[:-1], -1, 4), jnp.uint32)
+        words = jnp.moveaxis(words, 0, last).reshape(*part.shape[:last], -1)
+        return jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(*part.shape[:last], -1)
 
     draw = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16), out_shardings=NamedSharding(mesh, rows))
     w = draw(jax.random.key(0))

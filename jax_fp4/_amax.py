@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from jax_fp4 import _ffi, reference
-from jax_fp4._errors import is_strict
 from jax_fp4._formats import Quantization
 from jax_fp4._lowering import Implementation, native_or_reference
 from jax_fp4._placement import Axes, Part, largest
@@ -18,28 +17,19 @@ Stored = tuple[int, ...]  # the axes of stored forms, -1 or 0
 
 
 def amaxes_of_whole(
-    x: Any, group_sizes: Any, part: Part, batch_dims: int, q: Quantization, axes: Stored, given: tuple,
-    implementation: Implementation = None,
-) -> tuple:  # fmt: skip
-    """For each of the stored forms the amax of the tensor of which x [*b, m, k] is a part, in the shape that kernels
-    take; those that are given stay. All None where x is the whole: the quantizer then computes them."""
+    op: str, x: Any, group_sizes: Any, part: Part, batch_dims: int, q: Quantization, axes: Stored,
+    implementation: Implementation, strict: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Of each stored form the amax that the tensor has of which x is a part, in the shape that kernels take. All None
+    where x is all that they are of: the quantizer then computes them. x: [*b, m, k]."""
     over = [_axes_of_amax(part, batch_dims, q, axis) for axis in axes]
-    missing = [axis for axis, amax in zip(axes, given, strict=True) if amax is None]
-    cut = any(of_one for of_one, amax in zip(over, given, strict=True) if amax is None)
-    beside = bool(part.dims) and 0 < len(missing) < len(axes)  # kernels take both or none
-    if not (cut or beside):
-        return given
-    alike = not (q.hadamard or q.row_scaled)  # one maximum for both forms
-    wanted = (-1,) if alike else tuple(missing)
-    found = _local_amaxes(implementation, is_strict(), replace(q, axis=-1), wanted)(x, group_sizes)
-    amaxes = dict(zip(wanted, found, strict=True))
-    if alike:
-        whole = largest(amaxes[-1], over[axes.index(missing[0])])
-        return tuple(whole if amax is None else amax for amax in given)
-    return tuple(
-        largest(amaxes[axis], of_one) if amax is None else amax
-        for axis, of_one, amax in zip(axes, over, given, strict=True)
-    )
+    if not any(over):
+        return (None,) * len(axes)
+    alike = not (q.hadamard or q.row_scaled)  # one maximum for all forms
+    wanted = (-1,) if alike else axes
+    found = _local_amaxes(op, implementation, strict, replace(q, axis=-1), wanted)(x, group_sizes)
+    whole = tuple(largest(amax, of_one) for amax, of_one in zip(found, over, strict=False))
+    return whole * len(axes) if alike else whole
 
 
 def _axes_of_amax(part: Part, batch_dims: int, q: Quantization, axis: int) -> Axes:
@@ -52,10 +42,10 @@ def _axes_of_amax(part: Part, batch_dims: int, q: Quantization, axis: int) -> Ax
 
 
 @functools.cache
-def _local_amaxes(implementation: Implementation, strict: bool, q: Quantization, axes: Stored):
+def _local_amaxes(op: str, implementation: Implementation, strict: bool, q: Quantization, axes: Stored):
     no_cuda = ("the CUDA extension", _ffi.cuda_missing) if _ffi.cuda_missing else None
     native, specification = (partial(function, q=q, axes=axes) for function in (_ffi.amax, _specified))
-    return native_or_reference("quantize", native, specification, implementation, strict, no_cuda)
+    return native_or_reference(op, native, specification, implementation, strict, no_cuda)
 
 
 def _specified(x, group_sizes, q: Quantization, axes: Stored) -> tuple:

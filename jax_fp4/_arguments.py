@@ -16,7 +16,7 @@ from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import UnsupportedError, message
 from jax_fp4._formats import BLOCK, E4M3_MAX, FORMATS, Quantization, amax_shape, exclusion, stored
 from jax_fp4._groups import bounds
-from jax_fp4._lowering import Implementation
+from jax_fp4._lowering import IMPLEMENTATIONS, Implementation
 from jax_fp4._placement import WHOLE, Axes, Part, Specs, alike, index_of, size_of
 from jax_fp4._recipe import FourOverSix, check_choice
 
@@ -182,9 +182,21 @@ class Tensor:
     def groups(self) -> int | None:
         return None if self.group_sizes is None else self.group_sizes.shape[0]
 
-    def amaxes(self, q: Quantization, axes: tuple[int, ...], given: tuple, implementation: Implementation) -> tuple:
-        """Of the global tensor for each of the stored forms, where not given; None where the quantizer computes it."""
-        return amaxes_of_whole(self.x, self.group_sizes, self.part, self.batch_dims, q, axes, given, implementation)
+    def amaxes(
+        self,
+        op: str,
+        q: Quantization,
+        axes: tuple[int, ...],
+        given: tuple,
+        implementation: Implementation,
+        strict: bool,
+    ) -> tuple:
+        """Those of the global tensor, of each stored form: as given; all None where the quantizer computes them."""
+        check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
+        if given[0] is not None:
+            return given
+        whole = self.x, self.group_sizes, self.part, self.batch_dims
+        return amaxes_of_whole(op, *whole, q, axes, implementation, strict)
 
     def rows(self, axis: int) -> tuple[int, ...]:
         """The shape of the stored rows as the user sees them."""

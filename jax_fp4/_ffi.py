@@ -442,12 +442,10 @@ def _product(target: str, out, operands, **attributes):
     return jax.ffi.ffi_call(target, results, vmap_method="sequential")(*operands, **attributes)[0]
 
 
-PART_ROWS = 256  # of a part of a contraction's result: kPartRows of grouped_gemm.h
-
-
 # CUDA handlers get their scratch as a result that nobody reads: it is XLA's like any other buffer, also while a CUDA
 # graph replays the call. They check that it is enough.
 COUNTER = 16  # bytes of what thread blocks count in
+PART_ROWS = 256  # a part of a contraction's result has whole multiples: kPartRows of grouped_gemm.h
 
 
 def _scratch(size: Extent) -> jax.ShapeDtypeStruct:

@@ -57,9 +57,9 @@ def quantize(
         _per_tensor(op, name, value, tensor, positive=name == "scale")
         for name, value in (("amax", amax), ("scale", scale))
     ]
-    if q.scaling == "float8" and amax is None and scale is None:
-        given[0] = _amax_of_whole(tensor, q, implementation)
     check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
+    if q.scaling == "float8" and amax is None and scale is None:
+        given[0] = _amax_of_whole(op, tensor, q, implementation, is_strict())
     _note(op, tensor, q, axes, implementation)
     if tensor.is_split_by_xla:
         result = _split(op, format, implementation, is_strict(), q, axes, batch_dims)(tensor.array, *given)
@@ -69,8 +69,8 @@ def quantize(
     return tuple(packed(result[3 * i : 3 * i + 3], q=replace(q, axis=axis)) for i, axis in enumerate(axes))
 
 
-def _amax_of_whole(tensor: Tensor, q: Float8Quantization, implementation: Implementation):
-    return tensor.amaxes(Quantization(compute_dtype=q.compute_dtype), (-1,), (None,), implementation)[0]
+def _amax_of_whole(op: str, tensor: Tensor, q: Float8Quantization, implementation: Implementation, strict: bool):
+    return tensor.amaxes(op, Quantization(compute_dtype=q.compute_dtype), (-1,), (None,), implementation, strict)[0]
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def _split(
         def function(x, amax, scale):
             tensor = Tensor.of(op, x, batch_dims, None, implementation, part)
             if q.scaling == "float8" and amax is None and scale is None:
-                amax = _amax_of_whole(tensor, q, implementation)
+                amax = _amax_of_whole(op, tensor, q, implementation, strict)
             arrays = list(_called(op, format, implementation, strict, tensor, q, axes, amax, scale))
             layout = Layout.of(x.shape, batch_dims, axes, q.block, q.tile)
             for i, axis in enumerate(axes):

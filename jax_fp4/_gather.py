@@ -10,15 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from jax_fp4 import _record
+from jax_fp4._amax import amaxes_of_whole
 from jax_fp4._array import QuantizedTensor
 from jax_fp4._errors import UnsupportedError, is_strict, message
+from jax_fp4._formats import Quantization
 from jax_fp4._ops import quantize
 from jax_fp4._placement import Axes, Placement, WeightGather, size_of
 from jax_fp4._recipe import Recipe, Scaling, scaling_of
 from jax_fp4._rules import named
+from jax_fp4.checkpoint_policies import QUANTIZED
 
 Shard = Float[Array, "*g k n"]
 
@@ -43,6 +47,16 @@ def quantized_plane(
         plane = named(quantize(shard, specs=placement.shard(shard.ndim), **flags))
         return packed_plane(plane, placement)
     return quantize(gathered(shard, placement, dtype), specs=placement.kernel, **flags)
+
+
+def amax_of_kernel(shard: Shard, placement: Placement, dtype) -> Float[Array, "*g"] | None:
+    """The gathered kernel's, found in the shards before any plane is made, under the name by which a policy of
+    jax.checkpoint keeps it. None where each shard has experts of its own."""
+    ndim, q = shard.ndim, Quantization(compute_dtype=jnp.dtype(dtype).name)
+    if any(gather.dim < ndim - 2 for gather in placement.gathers):
+        return None
+    (amax,) = amaxes_of_whole("quantize", shard, None, placement.shard(ndim), ndim - 2, q, (-1,), None, is_strict())
+    return None if amax is None else checkpoint_name(amax, QUANTIZED)
 
 
 @jax.named_scope("gather")
@@ -98,7 +112,7 @@ def scatter_parts(placement: Placement) -> int:
 
 
 @jax.named_scope("scatter")
-def scattered(dw: Float[Array, "*g k n"], placement: Placement, dtype) -> Shard:
+def scattered(dw: Float[Array, "*g k n"] | Float[Array, "parts g p n"], placement: Placement, dtype) -> Shard:
     """The shard of the sum over the devices of dw (of groups, in `scatter_parts`), in the dtype that dw has."""
     if dw.ndim > 3:
         return lax.psum_scatter(dw, placement.gathers[0].axes).astype(dtype)

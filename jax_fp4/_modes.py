@@ -13,7 +13,15 @@ from jax_fp4 import reference
 from jax_fp4._array import QuantizedTensor, block_length, scaling, stored_dtypes
 from jax_fp4._errors import message
 from jax_fp4._formats import padded
-from jax_fp4._gather import gathered, packed_plane, quantized_plane, reduce_dtype, scatter_parts, scattered
+from jax_fp4._gather import (
+    amax_of_kernel,
+    gathered,
+    packed_plane,
+    quantized_plane,
+    reduce_dtype,
+    scatter_parts,
+    scattered,
+)
 from jax_fp4._ops import Made
 from jax_fp4._placement import LOCAL, UNFLATTENED, WHOLE, Part, Placement
 from jax_fp4._planes import quantized
@@ -33,7 +41,7 @@ class Residuals(NamedTuple):
     x: Float[Array, "m k"] | QuantizedTensor  # for dw
     kernel: Float[Array, "k n"] | QuantizedTensor  # for dx
     seed: UInt32[Array, "2"]  # of dy's stochastic rounding
-    amax: Any = None  # of a kernel that is gathered and quantized again, where it is that of the forward
+    amax: Float[Array, "*g"] | None = None  # of a kernel that is gathered and quantized again, if it is the forward's
     beside: Any = None  # while diagnostics are collected, what the same product in high precision keeps
 
 
@@ -50,6 +58,7 @@ class Planes(NamedTuple):
 
     forward: Any
     backward: QuantizedTensor | None = None
+    amax: Float[Array, "*g"] | None = None  # of a kernel, where the plane that is gathered again has the same
 
 
 class Scales(NamedTuple):
@@ -93,7 +102,11 @@ def planes_of_kernel(
     if placement.gathers:
         if column is None:
             return Planes(gathered(kernel, placement, dtype))
-        return Planes(quantized_plane(kernel, column, 0, placement, dtype, scale))
+        again, _ = _plane_for_dx(recipe)
+        # one for both planes: to find it anew is to read the whole shard, and to ask the other devices
+        alike = again is not None and all(s.format == "nvfp4" and not s.row_scaled for s in (column, again))
+        amax = amax_of_kernel(kernel, placement, dtype) if alike else None
+        return Planes(quantized_plane(kernel, column, 0, placement, dtype, scale, amax), amax=amax)
     # each expert's matrix is a tensor of its own
     flags: dict[str, Any] = dict(batch_dims=kernel.ndim - 2, dtype=dtype, scale=scale, specs=placement.kernel)
     row, column = quantized(kernel, along_rows, column, **flags)
@@ -154,20 +167,8 @@ def residuals(
             for_dw = keep(qx.forward if needs.kernel else None, lambda: qx.forward)
     for_dx = _for_dx(x.dtype, kernel, qw, recipe, needs, placement)
     draw = seed if draws(recipe) and seed is not None else jnp.zeros(0, jnp.uint32)
-    amax = _amax_again(kernel, qw.forward, recipe, placement)
-    amax = None if amax is None else keep(amax if needs.x else None, lambda: amax)
+    amax = None if qw.amax is None else keep(qw.amax if needs.x else None, lambda: qw.amax)
     return Residuals(_as_bytes(for_dw), _as_bytes(for_dx), draw, amax)
-
-
-def _amax_again(kernel: Any, plane: Any, recipe: Recipe | None, placement: Placement) -> Any:
-    """The amax that a kernel has in both its planes, if it is gathered and quantized again: to find it anew is to read
-    the whole shard, and to ask the other devices."""
-    again, _ = _plane_for_dx(recipe)
-    if not placement.gathers or again is None or is_frozen(kernel) or not isinstance(plane, QuantizedTensor):
-        return None
-    of_shards = any(gather.dim < kernel.ndim - 2 for gather in placement.gathers)  # each has other matrices
-    alike = plane.format == again.format == "nvfp4" and not (plane.row_scaled or again.row_scaled)
-    return plane.amax if alike and not of_shards else None
 
 
 def _plane_for_dx(recipe: Recipe | None) -> tuple[Scaling | None, Literal[-1, 0]]:
@@ -253,8 +254,8 @@ def gradients(
                 dw = grouped_product(x.mT, along_m, group_sizes, of_sum, compute=dy.dtype, parts=parts)
             dw = scattered(dw, placement, kernel_dtype)
     if placement.gathers and needs.x and needs.kernel:
-        # One product's gather and scatter hide behind its own dx and dw. Left alone, XLA puts dw off to the end of the
-        # backward, where the whole gradients of many layers wait for their turn to be scattered.
+        # The gather hides behind dw, the scatter behind dx. Left alone, XLA puts dw off to the end of the backward,
+        # where the whole gradients of many layers wait for their turn to be scattered.
         dx, dw = lax.optimization_barrier((dx, dw))
     return dx, dw, amax
 

@@ -132,7 +132,8 @@ def quantize(
     tensor = Tensor.of(op, x, batch_dims, group_sizes, implementation, specs)
     if isinstance(specs, Specs):
         refuse_borders(op, tensor, (axis,), BLOCK, q.tile)
-    given = tensor.amaxes(q, (axis,), (given_amax(op, "amax", amax, tensor, q, axis),), implementation)
+    given = (given_amax(op, "amax", amax, tensor, q, axis),)
+    given = tensor.amaxes(op, q, (axis,), given, implementation, is_strict())
     _note(op, tensor, q, (axis,), implementation)
     return tensor.pack(_quantized(op, tensor, q, (axis,), given, key, implementation), q, axis)
 
@@ -177,7 +178,7 @@ def quantize_transpose(
         refuse_borders(op, tensor, (-1, 0), BLOCK, q.tile)
     row, column = _amax_pair(op, amax, q)
     given = given_amax(op, "amax[0]", row, tensor, q, -1), given_amax(op, "amax[1]", column, tensor, q, 0)
-    given = tensor.amaxes(q, (-1, 0), given, implementation)
+    given = tensor.amaxes(op, q, (-1, 0), given, implementation, is_strict())
     _note(op, tensor, q, (-1, 0), implementation)
     result = _quantized(op, tensor, q, (-1, 0), given, key, implementation)
     return tensor.pack(result[:3], q, -1), tensor.pack(result[3:], q, 0)
@@ -392,7 +393,6 @@ _FUNCTIONS = {
 
 def _quantized(op: str, tensor: Tensor, q: Quantization, axes, amaxes: tuple, key, implementation) -> tuple:
     """Codes, scales and amax along each of the axes."""
-    check_choice(op, "implementation", implementation, IMPLEMENTATIONS, "these implementations exist")
     if not tensor.is_split_by_xla:
         run = _choose(op, implementation, q=replace(q, **tensor.totals))
         return _called(op, run, tensor, amaxes, key, axes)
@@ -435,7 +435,7 @@ def _of_part(x, amaxes, words, *, op, implementation, strict, q: Quantization, a
     """Codes, scales and amax along each of the axes, of x, a part of a global tensor, in the shapes of `Layout`."""
     tensor = Tensor.of(op, x, batch_dims, None, implementation, part)
     given = tuple(given_amax(op, "amax", amax, tensor, q, axis) for amax, axis in zip(amaxes, axes, strict=True))
-    given = tensor.amaxes(q, axes, given, implementation)
+    given = tensor.amaxes(op, q, axes, given, implementation, strict)
     run = _implementation(op, implementation, strict, q=replace(q, **tensor.totals))
     arrays = list(_called(op, run, tensor, given, words, axes))
     layout = Layout.of(x.shape, batch_dims, axes, BLOCK, q.tile)

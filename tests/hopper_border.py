@@ -84,7 +84,7 @@ def grouped_contraction(lhs, rhs, lhs_factor, rhs_factor, group_sizes, m, dtype,
         assert factor is None or factor.shape in ((groups,), (groups, extent))
         acc = acc if factor is None else acc * factor.reshape(shape)
     if parts > 1:
-        assert acc.shape[1] % (256 * parts) == 0
+        assert acc.shape[1] % (_ffi.PART_ROWS * parts) == 0
         acc = jnp.moveaxis(acc.reshape(groups, parts, -1, acc.shape[-1]), 1, 0)
     return acc.astype(dtype)
 

@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grouping import CASES
+from jax.sharding import PartitionSpec as P
+from sharded import mesh
 
+import jax_fp4 as fp4
 from jax_fp4 import _ffi, reference
+from jax_fp4._amax import amaxes_of_whole
 from jax_fp4._formats import Quantization
 from jax_fp4._placement import WHOLE, Part
 
@@ -112,11 +116,45 @@ def test_a_wrong_call_is_refused_by_name(wrong, says):
         jax.block_until_ready(call(x, sizes, **attributes | wrong))
 
 
-def test_what_is_whole_is_left_to_the_quantizer():
-    from jax_fp4._amax import amaxes_of_whole
+CUTS = {"rows": P("a"), "columns": P(None, "a"), "both": P("a", "b"), "rows by two axes": P(("a", "b"))}
 
-    x, q = x_of((16, 32)), Quantization(compute_dtype="bfloat16")
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_parts(flags, cut):
+    """Of each device's part, then the largest: those of the whole, on every device that has part of a row or column."""
+    x = x_of((128, 64), 5).at[100, 50].set(1000)
+    q = Quantization(**FLAGS[flags], compute_dtype="bfloat16")
+
+    def of_part(x):
+        part = Part.of("quantize", "specs.x", CUTS[cut], 2)
+        return amaxes_of_whole("quantize", x, None, part, 0, q, (-1, 0), None, False)
+
+    rows, columns = (*CUTS[cut], None)[:2]
+    stored = (P(rows), P(columns)) if q.row_scaled else (P(), P())
+    several = jax.shard_map(of_part, mesh=mesh(a=2, b=2), in_specs=CUTS[cut], out_specs=stored, check_vma=True)
+    assert_same(jax.jit(several)(x), of_specification(x, None, q, (-1, 0)))
+
+
+def test_what_is_whole_is_left_to_the_quantizer():
+    q = Quantization(compute_dtype="bfloat16")
     for part in (WHOLE, Part(((), ()))):
-        assert amaxes_of_whole(x, None, part, 0, q, (-1, 0), (None, None)) == (None, None)
-    of_rows = Part((("data",), ()))
-    assert amaxes_of_whole(x, None, of_rows, 0, q, (-1, 0), ("row", "column")) == ("row", "column")
+        assert amaxes_of_whole("quantize", x_of((16, 32)), None, part, 0, q, (-1, 0), None, False) == (None, None)
+
+
+@pytest.mark.parametrize("op", ["quantize", "quantize_transpose"])
+@pytest.mark.parametrize("format", ["nvfp4", "float8"])
+def test_errors_name_the_op(op, format):
+    """Also those that the amax of a part meets first."""
+
+    def of_part(implementation):
+        function = partial(getattr(fp4, op), specs=fp4.Specs(x=P("a")), implementation=implementation)
+        run = jax.shard_map(lambda x: jax.tree.leaves(function(x, format)), mesh=mesh(a=2), in_specs=P("a"),
+                            out_specs=P("a"), check_vma=False)  # fmt: skip
+        return jax.jit(run).lower(x_of((64, 32)))
+
+    with pytest.raises(ValueError, match=f"^{op}: implementation is 'bogus'"):
+        of_part("bogus")
+    if _ffi.cuda_missing:
+        with pytest.raises(fp4.UnsupportedError, match=f"^{op}: implementation is 'cuda'"):
+            of_part("cuda")

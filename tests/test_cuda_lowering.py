@@ -205,6 +205,11 @@ def test_a_second_product_that_is_not_quantized_is_as_before(extension):
     assert not any("activate" in call for call in calls(layer, X))
 
 
+def test_the_kernels_cut_contractions_as_python_does():
+    text = (Path(__file__).parent.parent / "xla_ffi/kernels/grouped_gemm.h").read_text()
+    assert re.findall(r"kPartRows = (\d+);", text) == [str(_ffi.PART_ROWS)]
+
+
 def test_the_kernels_number_the_activations_as_python_does():
     header = (Path(__file__).resolve().parent.parent / "xla_ffi" / "kernels" / "types.h").read_text()
     enum = re.search(r"enum class Activation[^{]*{([^}]*)}", header)

@@ -1,5 +1,6 @@
 """WeightGather and Specs inside the user's shard_map, on eight CPU devices against one."""
 
+import re
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from sharded import (
 )
 
 import jax_fp4 as fp4
-from jax_fp4 import Specs, WeightGather, _record, delayed
+from jax_fp4 import Specs, WeightGather, _record, checkpoint_policies, delayed
 
 M, K, N, G = 256, 128, 192, 4  # m: 32 rows a device, blocks of every format but one
 BOTH = ("data", "fsdp")
@@ -737,6 +738,33 @@ def test_the_amax_of_a_kernel_is_found_once(mode, settings):
     forward, both = (jax.jit(each).lower(operands(), {}).as_text() for each in (function, step(function)))
     found = [text.count("@jax_fp4_amax") for text in (forward, both)]
     assert found == [2, 3 if mode == "default" else 2]
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy", "quantized", "found"),
+    [
+        ("default", checkpoint_policies.save_quantized, 4, 3),
+        ("dequant", checkpoint_policies.save_quantized, 3, 2),
+        ("default", None, 5, 5),  # x, in the forward's form too, and its amaxes; the kernel's amax
+        ("dequant", None, 4, 4),
+    ],
+)
+@pytest.mark.parametrize("payload", [None, "high_precision"])
+def test_remat_brings_no_plane_back_for_its_amax(mode, policy, quantized, found, payload):
+    """D5: the amax kept for the backward is found by a call of its own, and has the name of what is quantized. As part
+    of the forward's plane it would have the kernel gathered and quantized once more."""
+    where = along(0, payload)
+    layer = partial(dense, chosen=nvfp4(mode), gather=where.gather, specs=where.specs)
+
+    def remat(free, rest):
+        return jax.checkpoint(lambda free: layer(free, rest), policy=policy)(free)
+
+    text = jax.jit(step(sharded(remat, where, x=where.x, kernel=where.kernel))).lower(operands(), {}).as_text()
+    assert len(re.findall(r"@jax_fp4_quantize\w*\(", text)) == quantized
+    assert text.count("@jax_fp4_amax(") == found
+    of_kernel = f"tensor<{K}x{N}xbf16>" if payload else f"tensor<4x{N}x{K // 8}xui8>"
+    moved = [line for line in text.splitlines() if "all_gather" in line and f"-> {of_kernel}" in line]
+    assert len(moved) == (1 if mode == "default" and not payload else 2)  # default's backward reads the other plane
 
 
 @pytest.mark.parametrize("mode", MODES)

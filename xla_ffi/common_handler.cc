@@ -137,10 +137,9 @@ QuantizeAttributes quantize_attributes(const AmaxAttributes& a) {
 float* check_amax(Checks& checks, const QuantizeOperands& operands, const AmaxAttributes& a,
                   bool along_k, ffi::AnyBuffer amax) {
   const bool wanted = along_k ? a.row : a.column;
-  checks.shape(along_k ? "result amax" : "result amax_t", amax, ffi::DataType::F32,
-               operands.batch_shape,
-               wanted ? amax_tail(operands, quantize_attributes(a), along_k)
-                      : std::vector<int64_t>{0});
+  checks.shape(
+      along_k ? "result amax" : "result amax_t", amax, ffi::DataType::F32, operands.batch_shape,
+      wanted ? amax_tail(operands, quantize_attributes(a), along_k) : std::vector<int64_t>{0});
   return wanted ? static_cast<float*>(amax.untyped_data()) : nullptr;
 }
 

@@ -1,11 +1,10 @@
-"""Two GPUs against one: codes of what is cut bit for bit, and layers on meshes. NCCL_NVLS_ENABLE=0 keeps NVLink
-multicast off."""
+"""Two GPUs against one: codes of what is cut bit for bit, and layers on meshes. Skipped where there is one GPU, unless
+JAX_FP4_REQUIRE names two-gpus."""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -139,6 +138,5 @@ def test_moe(gpus, name, mode, kind):
     close(y, want[0], tolerance * (name == "tensor"))
     other_blocks = mode == "default" and of_x == P("both") and name != "expert"
     for of_one, grad in grads.items():
-        assert np.isfinite(np.asarray(grad, np.float32)).all()
-        if not (other_blocks and of_one in ("w_in", "w_out")):
-            close(grad, want[1][of_one], tolerance, of_one)
+        blocks = other_blocks and of_one in ("w_in", "w_out")
+        close(grad, want[1][of_one], 0.15 if blocks else tolerance, of_one)

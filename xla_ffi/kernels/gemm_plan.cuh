@@ -16,7 +16,7 @@ constexpr int kGroupThreads = 128;  // of a warpgroup
 struct GemmTask {
   int32_t m, rows, columns, contracted, groups;  // rows, contracted: of a group where it is fixed
   int32_t part_rows;  // of a contraction, whose parts follow one another, each of all groups
-  bool padded;                                   // groups of a contraction begin at blocks of 16
+  bool padded;        // groups of a contraction begin at blocks of 16
   const uint8_t* block_scale;
   const float *lhs_factor, *rhs_factor, *bias, *row_weights;
   bool lhs_by_row, rhs_by_column;

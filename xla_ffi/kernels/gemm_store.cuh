@@ -139,8 +139,8 @@ __device__ __forceinline__ void store_staged(const float* sums, const GemmTask& 
     const int boxes = task.columns % 8 == 0 ? rows / kOutBoxRows : 0;
     if (thread == 0) {
       for (int i = 0; i < boxes; ++i)
-        store_box(map, tile.column + column_of_tile, tile.row + begin + i * kOutBoxRows,
-                  tile.group, stage + i * kOutBoxRows * 128);
+        store_box(map, tile.column + column_of_tile, tile.row + begin + i * kOutBoxRows, tile.group,
+                  stage + i * kOutBoxRows * 128);
       commit_stores();
     }
     copy_rows(stage, boxes * kOutBoxRows, rows, task.columns - tile.column - column_of_tile, task,

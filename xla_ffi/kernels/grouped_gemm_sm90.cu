@@ -18,7 +18,8 @@ using RowsAlong = GemmShape<Columns::kAlong, false, 256, 2, 1, 4, 64, 1>;
 using RowsAcross = GemmShape<Columns::kAcross, false, 256, 2, 1, 4, 64, 1>;
 using ContractionAlong = GemmShape<Columns::kAlong, true, 256, 2, 1, 3, 128, 2>;
 using ContractionAcross = GemmShape<Columns::kAcross, true, 256, 2, 1, 3, 128, 2>;
-static_assert(ContractionAlong::kTileRows == kPartRows && ContractionAcross::kTileRows == kPartRows);
+static_assert(ContractionAlong::kTileRows == kPartRows &&
+              ContractionAcross::kTileRows == kPartRows);
 
 // How both operands and the result lie in memory.
 struct Maps {

@@ -288,7 +288,11 @@ cudaError_t launch_activation(const QuantizeProblem& problem, void* scratch, cud
   task.p = problem;
   if (lay_out_scratch(task, scratch) > 0 && scratch == nullptr) return cudaErrorInvalidValue;
   if (problem.batch == 0) return cudaSuccess;
-  const cudaError_t error = problem.grouped ? launch_groups(task, stream) : cudaSuccess;
+  // As the first pass of a call this is launched in the ordinary way, and clears nothing that is
+  // used.
+  const cudaError_t error = problem.grouped
+                                ? launch_groups(task, stream)
+                                : cudaMemsetAsync(task.units, 0, sizeof(*task.units), stream);
   return error == cudaSuccess ? launch_activate(task, false, stream) : error;
 }
 
