@@ -139,4 +139,4 @@ def test_moe(gpus, name, mode, kind):
     other_blocks = mode == "default" and of_x == P("both") and name != "expert"
     for of_one, grad in grads.items():
         blocks = other_blocks and of_one in ("w_in", "w_out")
-        close(grad, want[1][of_one], 0.15 if blocks else tolerance, of_one)
+        close(grad, want[1][of_one], 0.25 if blocks else tolerance, of_one)  # of two roundings to four bits: 0.16
