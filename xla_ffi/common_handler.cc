@@ -123,7 +123,7 @@ QuantizeOperands check_operands(Checks& checks, const ffi::AnyBuffer& x, const f
 }
 
 QuantizeAttributes quantize_attributes(const AmaxAttributes& a) {
-  QuantizeAttributes of = {};
+  QuantizeAttributes of = {};  // no amax depends on tile, bound and totals: any legal ones
   of.tile = 1;
   of.row_scaled = a.row_scaled;
   of.hadamard = a.hadamard;
