@@ -49,6 +49,7 @@ def quantized_plane(
     return quantize(gathered(shard, placement, dtype), specs=placement.kernel, **flags)
 
 
+@jax.named_scope("fp4.quantize")
 def amax_of_kernel(shard: Shard, placement: Placement, dtype) -> Float[Array, "*g"] | None:
     """The gathered kernel's, found in the shards before any plane is made, under the name by which a policy of
     jax.checkpoint keeps it. None where each shard has experts of its own."""

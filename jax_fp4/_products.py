@@ -249,7 +249,7 @@ class _Static(NamedTuple):
     bias_dtype: np.dtype | None
     rows: bool  # rows of lhs with matrices of the groups, else the contraction of rows
     transposed: bool
-    parts: int
+    parts: int = 1
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
