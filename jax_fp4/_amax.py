@@ -43,9 +43,8 @@ def _axes_of_amax(part: Part, batch_dims: int, q: Quantization, axis: int) -> Ax
 
 @functools.cache
 def _local_amaxes(op: str, implementation: Implementation, strict: bool, q: Quantization, axes: Stored):
-    no_cuda = ("the CUDA extension", _ffi.cuda_missing) if _ffi.cuda_missing else None
     native, specification = (partial(function, q=q, axes=axes) for function in (_ffi.amax, _specified))
-    return native_or_reference(op, native, specification, implementation, strict, no_cuda)
+    return native_or_reference(op, native, specification, implementation, strict, _ffi.no_cuda())
 
 
 def _specified(x, group_sizes, q: Quantization, axes: Stored) -> tuple:

@@ -90,6 +90,11 @@ JAX cannot serialize a program over a mesh of Auto axes: use Explicit ones, or s
 """
 
 
+def no_cuda() -> tuple[str, str] | None:
+    """What implementation="cuda" lacks in this installation, and why; None where it lacks nothing."""
+    return ("the CUDA extension", cuda_missing) if cuda_missing else None
+
+
 def cuda_archs() -> str:
     """The GPU architectures of the CUDA kernels, "" without the extension."""
     return "" if _cuda is None else _cuda.archs()

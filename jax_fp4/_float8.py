@@ -296,7 +296,7 @@ def _no_cuda(op: str, format: str, grouped: bool) -> tuple[str, str] | None:
         return "'cpu' or 'reference'", f"{format} is decoded by no CUDA kernel in this version"
     if grouped:
         return "'cpu' or 'reference'", f"{format} with group_sizes has no CUDA kernel in this version"
-    return ("the CUDA extension", _ffi.cuda_missing) if _ffi.cuda_missing else None
+    return _ffi.no_cuda()
 
 
 # The handler's wrapper and the specification of each op.

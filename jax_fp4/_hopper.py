@@ -82,7 +82,8 @@ def quantized_contraction(
     groups = group_sizes.shape[0]
     column, row = (_by_group(factor[..., 0], groups) for factor in (column, row))
     lhs, rhs = (_up_to(a, 1, grouped_extent(m, groups)) for a in (lhs, rhs))
-    return _in_parts(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=True, parts=parts)
+    k = lhs.shape[0]
+    return _in_parts(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=True, k=k, parts=parts)
 
 
 def contraction(
@@ -92,17 +93,14 @@ def contraction(
     (m, k), n = lhs.shape, rhs.shape[1]
     lhs, rhs = _whole(lhs, 1), _whole(rhs, 1)
     column, row = (None if factor is None else factor.reshape(-1) for factor in (column, row))
-    if lhs.shape[1] != k:
-        dw = _ffi.grouped_contraction(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=False)
-        return rows_in_parts(dw[:, :k, :n], parts)
-    return _in_parts(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=False, parts=parts)[..., :n]
+    return _in_parts(lhs, rhs, column, row, group_sizes, m, dtype, rows_last=False, k=k, parts=parts)[..., :n]
 
 
-def _in_parts(lhs, *operands, rows_last: bool, parts: int) -> Array:
-    """Written as parts where these are of whole tiles."""
-    whole = lhs.shape[0 if rows_last else 1] % (parts * _ffi.PART_ROWS) == 0
-    dw = _ffi.grouped_contraction(lhs, *operands, rows_last=rows_last, parts=parts if whole else 1)
-    return dw if whole else rows_in_parts(dw, parts)
+def _in_parts(*operands, rows_last: bool, k: int, parts: int) -> Array:
+    """Written as parts where these are of whole tiles, which are whole vectors too."""
+    whole = k % (parts * _ffi.PART_ROWS) == 0
+    dw = _ffi.grouped_contraction(*operands, rows_last=rows_last, parts=parts if whole else 1)
+    return dw if whole else rows_in_parts(dw[:, :k], parts)
 
 
 def rows_in_parts(dw: Any, parts: int) -> Array:

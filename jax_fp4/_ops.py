@@ -358,8 +358,7 @@ def _choose(op: str, implementation: Implementation, **static):
 @functools.cache
 def _implementation(op: str, implementation: Implementation, strict: bool, **static):
     native, specification = (partial(function, **static) for function in _FUNCTIONS[op])
-    no_cuda = ("the CUDA extension", _ffi.cuda_missing) if _ffi.cuda_missing else None
-    return native_or_reference(op, native, specification, implementation, strict, no_cuda)
+    return native_or_reference(op, native, specification, implementation, strict, _ffi.no_cuda())
 
 
 @functools.cache
